@@ -1,0 +1,1 @@
+"""Decoding: a trunk with heads in, tokens out."""

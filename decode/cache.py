@@ -1,0 +1,80 @@
+"""Paged KV storage, the tensors, and attention over them.
+
+Letters: H heads, T packed tokens of a pass, K tokens of one sequence, D head size, S slots of the pool.
+"""
+
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hispec.attention import attention
+from hispec.decode.blocks import BLOCK_SIZE, is_contiguous, slots
+from hispec.errors import CapacityError
+from hispec.trunk import KVShape
+
+
+class KVCache:
+    """Keys and values of every layer, trunk layers and head blocks alike: per layer [S, H, D]."""
+
+    def __init__(self, shapes: dict[int, KVShape], n_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`shapes`: layer number to what it stores per token.
+
+        Raises:
+            CapacityError: the memory is not there.
+        """
+        n_slots = n_blocks * BLOCK_SIZE
+        try:
+            self.keys = {i: torch.zeros(n_slots, s.heads, s.key_size, dtype=dtype, device=device) for i, s in shapes.items()}
+            self.values = {i: torch.zeros(n_slots, s.heads, s.value_size, dtype=dtype, device=device) for i, s in shapes.items()}
+        except (RuntimeError, MemoryError):
+            raise CapacityError(f"KV pool: no memory for {n_blocks} blocks of {BLOCK_SIZE} tokens; lower max_batch or max_new_tokens") from None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tokens [start, stop) of one sequence, in a pass."""
+
+    table: list[int]
+    start: int
+    stop: int
+
+
+class PagedAttention:
+    """Attention of one pass: writes its tokens' keys and values to the pool, then lets each sequence see its own.
+
+    Sequences are taken one by one: nothing is padded, and no sequence's numbers depend on its neighbours.
+    """
+
+    def __init__(self, cache: KVCache, rows: Sequence_[Rows]) -> None:
+        self.cache = cache
+        device = next(iter(cache.keys.values())).device
+        written = [slot for r in rows for slot in slots(r.table, r.start, r.stop)]
+        self._written_T = torch.tensor(written, device=device)
+        self._parts: list[tuple[int, int, slice | Tensor]] = []
+        begin = 0
+        for r in rows:
+            seen: slice | Tensor
+            if is_contiguous(r.table):
+                first = r.table[0] * BLOCK_SIZE
+                seen = slice(first, first + r.stop)
+            else:
+                seen = torch.tensor(slots(r.table, 0, r.stop), device=device)
+            end = begin + r.stop - r.start
+            self._parts.append((begin, end, seen))
+            begin = end
+
+    def __call__(
+        self, layer: int, q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, scale: float, window: int | None, cap: float | None
+    ) -> Tensor:
+        keys_SHD, values_SHD = self.cache.keys[layer], self.cache.values[layer]
+        keys_SHD.index_copy_(0, self._written_T, k_HTD.transpose(0, 1))
+        values_SHD.index_copy_(0, self._written_T, v_HTD.transpose(0, 1))
+        outs = [
+            attention(
+                q_HTD[:, begin:end], keys_SHD[seen].transpose(0, 1), values_SHD[seen].transpose(0, 1), scale, window, cap
+            )
+            for begin, end, seen in self._parts
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)

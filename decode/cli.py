@@ -1,0 +1,153 @@
+"""hispec-decode: one prompt, a file of prompts, or a conversation."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hispec.config import parse_assignments
+from hispec.decode.options import DecodeOptions, help_text
+from hispec.decode.request import SamplingParams
+from hispec.errors import ConfigError, command
+
+if TYPE_CHECKING:
+    from hispec.decode.decoder import Decoder
+
+
+@command
+def main(arguments: list[str]) -> None:
+    if not arguments or {"-h", "--help", "help"} & set(arguments):
+        print(help_text(), end="")
+        return
+    options = DecodeOptions.build(parse_assignments(arguments, DecodeOptions))
+    _check(options)
+    if options.prompts is not None:
+        _file(options)
+    elif options.chat:
+        _chat(options)
+    else:
+        _single(options)
+
+
+def _check(options: DecodeOptions) -> None:
+    """Refuse combinations before anything is loaded."""
+    given = [name for name in ("prompt", "prompts", "chat") if getattr(options, name)]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other; give one of them")
+    if options.output is not None and options.prompts is None:
+        raise ConfigError(f"output={options.output} goes with prompts=FILE; a single prompt is printed")
+    if options.prompts is not None and options.output is None:
+        raise ConfigError(f"prompts={options.prompts} needs output=FILE")
+    if options.heads == "shared" and not options.exits:
+        raise ConfigError("heads=shared needs the exits to read at, such as exits=[4,8]")
+
+
+def _decoder(options: DecodeOptions) -> "Decoder":
+    import torch
+
+    from hispec.decode.decoder import Decoder
+    from hispec.model import HiSpecModel
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise ConfigError(f"device: {device!r} is not available here; legal: auto, cpu, cuda, cuda:N") from None
+    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    if options.heads == "shared" or options.exits == [] and options.base is None and not _is_heads(options.model):
+        model = HiSpecModel.from_base(options.model, options.exits or (), revision=options.revision, dtype=dtype, device=device)
+        exits = None
+    else:
+        model = HiSpecModel.from_pretrained(
+            options.model, base=options.base, revision=options.revision, dtype=dtype, device=device
+        )
+        exits = options.exits
+    return Decoder(model, exits=exits, policy=options.policy, max_batch=options.max_batch, kv_blocks=options.kv_blocks)
+
+
+def _is_heads(name: str) -> bool:
+    """Whether a local folder holds heads; a plain model may be decoded plainly without any."""
+    config = Path(name) / "config.json"
+    return config.is_file() and '"hispec"' in config.read_text()
+
+
+def _params(options: DecodeOptions) -> SamplingParams:
+    return SamplingParams.build({name: getattr(options, name) for name in SamplingParams.model_fields})
+
+
+def _single(options: DecodeOptions) -> None:
+    prompt = options.prompt
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise ConfigError("no prompt; give prompt=..., prompts=FILE, chat=true, or text on stdin")
+        prompt = sys.stdin.read()
+    decoder = _decoder(options)
+    tokens: str | list[int] = prompt
+    if options.template:
+        from hispec.decode.prompts import chat_ids
+
+        tokens = chat_ids(decoder.model.tokenizer, [{"role": "user", "content": prompt}], options.system)
+    for piece in decoder.stream(tokens, _params(options)):
+        print(piece, end="", flush=True)
+    print()
+    _print_stats(options, decoder)
+
+
+def _file(options: DecodeOptions) -> None:
+    from hispec.decode.prompts import OutputFile, read_prompts, render
+
+    assert options.prompts is not None and options.output is not None
+    rows = read_prompts(Path(options.prompts), _params(options).model_dump())
+    output = OutputFile(Path(options.output), options, rows, options.overwrite)
+    try:
+        if output.done:
+            print(f"{output.done} of {len(rows)} lines are there already", file=sys.stderr)
+        if output.done < len(rows):
+            decoder = _decoder(options)
+            prompts = list(render(rows, decoder.model.tokenizer, options.template, options.system))
+            first = output.done
+            params = [row.params for row in rows]
+            for completion in decoder.generate_as_completed(prompts[first:], params[first:], progress=True):
+                output.write(first + completion.index, completion)
+            _print_stats(options, decoder)
+        output.finish()
+    finally:
+        output.close()
+
+
+def _chat(options: DecodeOptions) -> None:
+    from hispec.decode.prompts import chat_ids
+
+    decoder = _decoder(options)
+    messages: list[dict[str, str]] = []
+    print("Talk to the model; an empty line or Ctrl-D ends, Ctrl-C stops an answer.", file=sys.stderr)
+    while question := _ask():
+        messages.append({"role": "user", "content": question})
+        answer = ""
+        try:
+            for piece in decoder.stream(chat_ids(decoder.model.tokenizer, messages, options.system), _params(options)):
+                print(piece, end="", flush=True)
+                answer += piece
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        print()
+        messages.append({"role": "assistant", "content": answer})
+        _print_stats(options, decoder)
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return ""
+
+
+def _print_stats(options: DecodeOptions, decoder: "Decoder") -> None:
+    if options.stats:
+        print(decoder.stats.report(), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

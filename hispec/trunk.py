@@ -1,0 +1,281 @@
+"""The frozen pretrained model, run one span of layers at a time.
+
+One adapter serves every Hugging Face decoder whose attention can be replaced. The model's own forward does the work
+(embeddings, positions, rope, scalings stay the library's); what changes is the list of layers it walks:
+
+    layer list   [ skip  skip  ENTER  layer  CATCH  skip  skip ]        span [2, 5) of 7
+                                 |             |
+                          hidden goes in   hidden comes out
+
+The list keeps its full length because several families choose masks and rotary tables by the layer's index.
+
+Letters: T packed tokens, D hidden size, V vocabulary.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from hispec.attention import NAME, Attend, PackedAttention, attending
+from hispec.errors import UnsupportedModelError
+
+Layer = Callable[..., Any]
+# A placed layer: where in the trunk's list it stands, and the module that stands there.
+Placed = tuple[int, nn.Module]
+
+
+class KVShape(NamedTuple):
+    """What one layer stores per token."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+
+class _Skip:
+    """Stands where a layer is not run: returns what it was given, answers attributes as the layer would."""
+
+    def __init__(self, layer: nn.Module, tupled: bool) -> None:
+        self._layer, self._tupled = layer, tupled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden_states,) if self._tupled else hidden_states
+
+
+class _Run(_Skip):
+    """Stands where a layer is run: may put a hidden state in before it, keeps what came out of it."""
+
+    entry: Tensor | None = None
+    output: Any = None
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.entry is not None:
+            hidden_states = self.entry
+        result = self._layer(hidden_states, *args, **kwargs)
+        self.output = result[0] if self._tupled else result
+        return result
+
+
+class _Layers(nn.ModuleList):
+    """The model's layer list; what walks it sees the stand-ins of the span being run."""
+
+    walked: list[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.walked) if self.walked is not None else super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.walked[index] if self.walked is not None else super().__getitem__(index)
+
+
+class _Given(nn.Module):
+    """Stands where the base model was: hands the language-model wrapper a hidden state."""
+
+    hidden_1TD: Tensor
+
+    @property
+    def decoder(self) -> "_Given":
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden_1TD)
+
+
+class Unembedding:
+    """Hidden state to logits, with every scale and cap the model's own wrapper applies; optionally some tokens only."""
+
+    def __init__(self, model: PreTrainedModel, vocab_ids: Tensor | None = None) -> None:
+        """`vocab_ids` [v]: rows of the vocabulary to keep; None keeps all."""
+        # A shallow copy: same parameters, but its base model (and, when reduced, its lm_head) is replaced.
+        self.wrapper = copy.copy(model)
+        self.wrapper._modules = dict(model._modules)
+        self.given = _Given()
+        self.wrapper._modules[model.base_model_prefix] = self.given
+        if vocab_ids is not None:
+            full: Any = model.get_output_embeddings()
+            rows = nn.Linear(full.in_features, len(vocab_ids), bias=full.bias is not None, device="meta")
+            ids = vocab_ids.to(full.weight.device)
+            rows.weight = nn.Parameter(full.weight.detach()[ids], requires_grad=False)
+            if full.bias is not None:
+                rows.bias = nn.Parameter(full.bias.detach()[ids], requires_grad=False)
+            name = next(name for name, module in model._modules.items() if module is full)
+            self.wrapper._modules[name] = rows
+            self.rows = rows
+        self.vocab_ids = vocab_ids
+
+    def __call__(self, features_TD: Tensor) -> Tensor:
+        """Logits [T, V] of normalised hidden states."""
+        self.given.hidden_1TD = features_TD[None]
+        logits: Tensor = self.wrapper(input_ids=None, inputs_embeds=features_TD[None], use_cache=False).logits[0]
+        return logits
+
+
+# What a span's pass walks, where its state enters, and where states are kept.
+Route = tuple[list[Any], _Run, list[_Run]]
+
+
+class Trunk:
+    """A frozen causal language model that runs any span of its layers.
+
+    Attributes:
+        n_layers, hidden_size, vocab_size, max_positions: sizes of the model.
+        kv_shapes: per layer, what its attention stores for one token, read off the tensors.
+        final_norm: the norm after the last layer, or None (OPT's post-norm variant).
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take over `model`: eval mode, frozen, on hispec's attention.
+
+        Raises:
+            UnsupportedModelError: the model's attention cannot be replaced, or span by span it computes something else.
+        """
+        self.model = model.eval().requires_grad_(False)
+        text = model.config.get_text_config()
+        self.name = str(text.model_type)
+        if text.is_encoder_decoder or not getattr(model, "_supports_attention_backend", False):
+            raise UnsupportedModelError(
+                f"models of type {self.name!r} do not let their attention be replaced (transformers'"
+                " _supports_attention_backend); hispec needs a decoder such as llama, qwen3, mistral, gemma2 or opt"
+            )
+        self.base: Any = getattr(model, model.base_model_prefix)
+        self.n_layers = int(text.num_hidden_layers)
+        self.vocab_size = int(text.vocab_size)
+        self.max_positions = int(getattr(text, "max_position_embeddings", 0)) or 2**31
+        owner, attribute = self._find_layers()
+        self.layers: list[nn.Module] = list(getattr(owner, attribute))
+        self._walk = _Layers(self.layers)
+        self._probe(owner, attribute)
+        self.unembed = Unembedding(model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @torch.no_grad()
+    def run(self, ids_T: Tensor, positions_T: Tensor, start: int, stop: int, attend: Attend, hidden_TD: Tensor | None = None) -> Tensor:
+        """Hidden state [T, D] after layer `stop` (1-based count of layers run) of packed tokens.
+
+        `hidden_TD` is the state after layer `start`; not needed when start is 0. Keys and values go to `attend`.
+        """
+        return self.run_placed(ids_T, positions_T, self.span(start, stop), attend, hidden_TD if start else None)[0]
+
+    def span(self, start: int, stop: int) -> tuple[Placed, ...]:
+        """The trunk's own layers [start, stop), at their places."""
+        return tuple(enumerate(self.layers[start:stop], start))
+
+    def run_placed(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        placed: tuple[Placed, ...],
+        attend: Attend,
+        hidden_TD: Tensor | None = None,
+        keep: tuple[int, ...] = (-1,),
+    ) -> list[Tensor]:
+        """Like `run`, for any modules standing at the places of trunk layers (a block head stands at its exit).
+
+        Returns the outputs [T, D] of those of `placed` that `keep` indexes.
+        """
+        assert placed, "an empty span has nothing to run"
+        route = self._routes.get((placed, keep))
+        if route is None:
+            route = self._routes[placed, keep] = self._lay(placed, keep)
+        walked, first, kept = route
+        first.entry = None if hidden_TD is None else hidden_TD[None]
+        self._walk.walked = walked
+        try:
+            with attending(attend):
+                self.base(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
+            return [run.output[0] for run in kept]
+        finally:
+            self._walk.walked = first.entry = None
+            for run in kept:
+                run.output = None  # a route outlives the pass, its tensors must not
+
+    def features(self, hidden_TD: Tensor) -> Tensor:
+        """What the model reads its logits from: final norm, then the output projection if it has one."""
+        return self.project(hidden_TD if self.final_norm is None else self.final_norm(hidden_TD))
+
+    def project(self, hidden_TD: Tensor) -> Tensor:
+        """The modules between the final norm and the unembedding (OPT's output projection), usually none."""
+        for module in self._after_norm:
+            hidden_TD = module(hidden_TD)
+        return hidden_TD
+
+    def logits(self, ids_T: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """Logits [T, V] of packed documents, without a cache."""
+        lengths = lengths or [len(ids_T)]
+        positions_T = torch.cat([torch.arange(n, device=ids_T.device) for n in lengths])
+        hidden_TD = self.run(ids_T, positions_T, 0, self.n_layers, PackedAttention(lengths))
+        with torch.no_grad():
+            return self.unembed(self.features(hidden_TD))
+
+    def _lay(self, placed: tuple[Placed, ...], keep: tuple[int, ...]) -> Route:
+        walked: list[Any] = [_Skip(layer, self._tupled) for layer in self.layers]
+        ends = {index % len(placed) for index in (0, *keep)}
+        for at, (place, module) in enumerate(placed):
+            # Only where a state enters or is kept is there work to do; elsewhere the layer itself stands in the list.
+            walked[place] = _Run(module, self._tupled) if at in ends else module
+        return walked, walked[placed[0][0]], [walked[placed[index][0]] for index in keep]
+
+    def _find_layers(self) -> tuple[nn.Module, str]:
+        for owner in self.base.modules():
+            for attribute, child in owner.named_children():
+                if isinstance(child, nn.ModuleList) and len(child) == self.n_layers:
+                    return owner, attribute
+        raise UnsupportedModelError(f"no list of {self.n_layers} layers found in a model of type {self.name!r}")
+
+    def _probe(self, owner: nn.Module, attribute: str) -> None:
+        """Run a few tokens the model's own way, see what stands after its layers, and check that hispec's way agrees."""
+        ids_T = torch.arange(5, device=self.model.device) % self.vocab_size
+        called: list[nn.Module] = []
+        tupled: list[bool] = []
+        hooks = [self.layers[-1].register_forward_hook(lambda _, __, out: tupled.append(isinstance(out, tuple)))]
+        for name, child in owner.named_children():
+            if name != attribute:
+                hooks.append(child.register_forward_hook(lambda module, _, __: called.append(module) if tupled else None))
+        try:
+            with torch.no_grad():
+                expected = self.model(input_ids=ids_T[None], use_cache=False).logits[0].float()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._tupled = tupled[0]
+        self.final_norm: nn.Module | None = next((m for m in called if "norm" in type(m).__name__.lower()), None)
+        self._after_norm = [m for m in called if m is not self.final_norm]
+
+        self.model.set_attn_implementation(NAME)
+        setattr(owner, attribute, self._walk)
+        self._routes: dict[tuple[tuple[Placed, ...], tuple[int, ...]], Route] = {}
+        shapes: dict[int, KVShape] = {}
+        packed = PackedAttention([len(ids_T)])
+
+        def recording(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cap: float | None) -> Tensor:
+            shapes[layer] = KVShape(k.shape[0], k.shape[2], v.shape[2])
+            return packed(layer, q, k, v, scale, window, cap)
+
+        hidden_TD = self.run(ids_T, torch.arange(len(ids_T), device=ids_T.device), 0, self.n_layers, recording)
+        self.hidden_size = hidden_TD.shape[-1]
+        with torch.no_grad():
+            got = Unembedding(self.model)(self.features(hidden_TD)).float()
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
+        if sorted(shapes) != list(range(self.n_layers)) or not torch.allclose(
+            got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+        ):
+            raise UnsupportedModelError(
+                f"run span by span, a model of type {self.name!r} does not compute what it computes whole"
+                " (layers that share keys, are recurrent, or look at each other); it cannot be a trunk"
+            )
+        self.kv_shapes = [shapes[layer] for layer in range(self.n_layers)]

@@ -1,0 +1,1 @@
+"""Training: a recipe in, a heads folder out."""

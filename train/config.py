@@ -1,0 +1,176 @@
+"""The settings of a training run: what a recipe may hold, and why each is there."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from hispec.config import Config, HeadConfig, check_exits, default_exits
+from hispec.errors import ConfigError
+
+Answers = Literal["given", "trunk"]
+
+
+class DataConfig(Config):
+    """What the heads learn from."""
+
+    files: list[str] = Field(default_factory=list)
+    """JSON, JSONL or text files, or globs; rows hold `messages`, `conversations`, `prompt` or `text`."""
+    prompts: str | None = None
+    """Name of a packaged prompt list (everyday), whose prompts the trunk answers."""
+    max_prompts: int | None = Field(default=None, ge=1)
+    """Take this many of the packaged prompts; null takes all."""
+    stdlib_tokens: int = Field(default=0, ge=0)
+    """Tokens of text to take from the running Python's own library and its documentation; needs no download."""
+    answers: Answers = "given"
+    """given: learn from rows as they stand. trunk: the trunk rewrites every answer first, which is what decoding sees."""
+    samples: int = Field(default=1, ge=1)
+    """Answers the trunk writes per prompt; more than one needs a temperature."""
+    temperature: float = Field(default=0.0, ge=0.0, le=10.0)
+    """Of the trunk's answers; 0 is greedy, as evaluation is."""
+    max_new_tokens: int = Field(default=128, ge=1)
+    """Longest answer the trunk writes."""
+    answer_batch: int = Field(default=8, ge=1)
+    """Answers the trunk writes side by side."""
+    max_len: int = Field(default=512, ge=2)
+    """Longest training document, in tokens; chats are cut there, plain text goes on as the next document."""
+    strict: bool = False
+    """Stop at the first row that cannot be used (a template that refuses it, no answer); else such rows are counted."""
+    cache: bool = True
+    """Keep what the trunk computed on disk, so that later epochs and resumed runs need not run it again."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not (self.files or self.prompts or self.stdlib_tokens):
+            raise ValueError("no source of text; give files=[...], prompts=everyday or stdlib_tokens=N")
+        if self.prompts and self.answers == "given":
+            raise ValueError("prompts have no answers of their own; add data.answers=trunk")
+        if self.samples > 1 and self.temperature == 0.0:
+            raise ValueError(f"samples={self.samples} greedy answers would all be the same; give temperature=0.8 or so")
+        return self
+
+
+class LossConfig(Config):
+    """How a head is told apart from the full model. Each part is a weight; 0 leaves it out."""
+
+    kl: float = Field(default=1.0, ge=0.0)
+    """Kullback-Leibler divergence of the head from the full model."""
+    ce: float = Field(default=0.0, ge=0.0)
+    """Cross-entropy on the data's own next token."""
+    acceptance: float = Field(default=0.0, ge=0.0)
+    """-log of sum min(p, q), the chance that a sampled draft is accepted."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Softens both sides of the KL term."""
+    chunk: int = Field(default=256, ge=1)
+    """Positions whose logits exist at one time: bounds memory, changes no number."""
+
+
+class OptimConfig(Config):
+    """Length, batch and step size."""
+
+    lr: float = Field(default=1e-3, gt=0.0)
+    """Peak learning rate of AdamW."""
+    epochs: float = Field(default=1.0, gt=0.0)
+    """Passes over the data; not used when max_steps is given."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps."""
+    micro_batch_tokens: int = Field(default=2048, ge=2)
+    """Tokens packed into one forward pass."""
+    accumulation: int = Field(default=1, ge=1)
+    """Forward passes per optimizer step, on each rank."""
+    warmup: float = Field(default=0.05, ge=0.0, le=1.0)
+    """Share of the steps in which the learning rate rises from 0."""
+    final_lr: float = Field(default=0.05, ge=0.0, le=1.0)
+    """Where the cosine ends, as a share of lr."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """AdamW's; heads start at the logit lens, and zero is not a better place for their norms."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averages."""
+    clip: float = Field(default=1.0, ge=0.0)
+    """Largest gradient norm; 0 does not clip."""
+    seed: int = Field(default=0, ge=0)
+    """Of the packing, the order of batches and sampled answers."""
+    zero: int = Field(default=0, ge=0, le=3)
+    """DeepSpeed's ZeRO stage: how much of the heads' state is split over ranks. On one rank nothing is."""
+    save_every: int = Field(default=100, ge=1)
+    """Steps between checkpoints; Ctrl-C and SIGTERM save one more."""
+    keep: int = Field(default=2, ge=1)
+    """Checkpoints kept."""
+    loss: LossConfig = Field(default_factory=LossConfig)
+    """What is minimised."""
+
+
+class EvalConfig(Config):
+    """Measuring the heads on prompts they were not trained on."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0 evaluates at the end only."""
+    prompts: str = "everyday"
+    """Held-out prompts: the packaged list of this name, or a file of rows."""
+    max_prompts: int = Field(default=8, ge=1)
+    """Prompts used."""
+    max_new_tokens: int = Field(default=64, ge=2)
+    """Tokens the trunk answers each with."""
+    policy: str = "fixed:2,4"
+    """The decoder's policy, simulated and real."""
+
+
+class WandbConfig(Config):
+    """Weights & Biases; metrics.jsonl is written in any case."""
+
+    mode: Literal["disabled", "offline", "online"] = "disabled"
+    """offline needs no network; upload later with `wandb sync`."""
+    project: str = "hispec"
+    """Project name."""
+
+
+class TrainConfig(Config):
+    """A recipe, complete."""
+
+    model: str
+    """The trunk: a folder, a Hub id, package:NAME, or tiny (a random model made on the spot)."""
+    revision: str | None = None
+    """Hub revision of the trunk."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """The trunk's precision; null takes float32 on a CPU and bfloat16 on a GPU. Heads are trained in float32."""
+    chat_template: str | None = None
+    """File with a chat template that replaces the tokenizer's own."""
+    exits: list[int] | None = None
+    """Trunk layers after which a head stands, from shallow to deep; null takes 1/8 and 1/4 of the depth."""
+    head: HeadConfig = Field(default_factory=HeadConfig)
+    """The head at every exit..."""
+    heads: list[HeadConfig] | None = None
+    """... unless each exit gets its own, listed in the order of the exits."""
+    data: DataConfig
+    """What the heads learn from."""
+    train: OptimConfig = Field(default_factory=OptimConfig)
+    """How they learn."""
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """How they are measured."""
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """Where curves go besides metrics.jsonl."""
+    run_dir: str
+    """Folder of this run: settings, metrics, answers, features, checkpoints."""
+    export: str | None = None
+    """Where the finished heads go; null takes run_dir/heads."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto goes on from the newest checkpoint in run_dir; never starts over and removes them."""
+    plan: bool = False
+    """Print what would run, and stop."""
+
+    def exits_for(self, n_layers: int) -> tuple[int, ...]:
+        """The exits on a trunk of `n_layers`.
+
+        Raises:
+            ConfigError: out of range, twice or not rising.
+        """
+        return default_exits(n_layers) if self.exits is None else check_exits(self.exits, n_layers)
+
+    def heads_for(self, n_exits: int) -> list[HeadConfig]:
+        """One head per exit. Raises ConfigError when the list does not match."""
+        if self.heads is None:
+            return [self.head] * n_exits
+        if len(self.heads) != n_exits:
+            raise ConfigError(
+                f"heads: {len(self.heads)} given for {n_exits} exits; give one per exit, or only head=..."
+            )
+        return self.heads

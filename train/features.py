@@ -1,0 +1,118 @@
+"""What the frozen trunk computes for a micro batch, once, and kept on disk.
+
+Letters: T tokens of a micro batch, S supervised positions among them, D hidden size.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hispec.attention import PackedAttention
+from hispec.errors import FileError
+from hispec.train.data import MicroBatch
+from hispec.train.losses import Truth
+from hispec.trunk import Trunk
+
+
+@dataclass(frozen=True)
+class Features:
+    """The hidden state [T, D] at each exit, and what the full model says at the supervised positions."""
+
+    hidden: dict[int, Tensor]
+    truth: Truth
+
+
+@torch.no_grad()
+def compute(trunk: Trunk, exits: Sequence[int], batch: MicroBatch, chunk: int = 256) -> Features:
+    """Run the trunk once, span by span; logits exist for `chunk` positions at a time."""
+    device = trunk.device
+    ids_T, positions_T, rows_S = (x.to(device) for x in (batch.ids_T, batch.positions_T, batch.rows_S))
+    attend = PackedAttention(batch.lengths)
+    hidden: dict[int, Tensor] = {}
+    state_TD: Tensor | None = None
+    start = 0
+    for stop in (*exits, trunk.n_layers):
+        state_TD = hidden[stop] = trunk.run(ids_T, positions_T, start, stop, attend, state_TD)
+        start = stop
+    final_SD = trunk.features(hidden.pop(trunk.n_layers)[rows_S])
+    logits = (trunk.unembed(part_CD).float() for part_CD in final_SD.split(chunk))
+    ends = [(part_CV.logsumexp(-1), part_CV.argmax(-1)) for part_CV in logits]
+    logsumexp_S = torch.cat([end[0] for end in ends])
+    argmax_S = torch.cat([end[1] for end in ends])
+    return Features(hidden, Truth(final_SD, logsumexp_S, argmax_S, batch.targets_S.to(device)))
+
+
+class FeatureCache:
+    """Features by what they were computed from, so that no change of data, template, exits or trunk meets old ones.
+
+    A file's name: sha256(trunk's answer to a probe | exits | dtype | ids, lengths, mask).safetensors
+    """
+
+    def __init__(self, folder: Path | None, trunk: Trunk, exits: Sequence[int]) -> None:
+        """`folder` None keeps nothing: every call runs the trunk."""
+        self.folder, self.trunk, self.exits = folder, trunk, tuple(exits)
+        # Every layer has a part in the logits of a few tokens, so they tell trunks apart.
+        probe = trunk.logits(torch.arange(16, device=trunk.device) % trunk.vocab_size).float().cpu().numpy().tobytes()
+        self._salt = hashlib.sha256(probe + f"{self.exits} {trunk.dtype}".encode()).digest()
+        self.misses = 0
+
+    def get(self, batch: MicroBatch) -> Features:
+        """Features of a batch, read or computed.
+
+        Raises:
+            FileError: the cache cannot be written.
+        """
+        path = None if self.folder is None else self.folder / f"{self.key(batch)}.safetensors"
+        if path is not None and path.is_file():
+            try:
+                return self._read(path, batch)
+            except SafetensorError:
+                pass  # a damaged file is computed again and replaced
+        self.misses += 1
+        features = compute(self.trunk, self.exits, batch)
+        if path is not None:
+            self._write(path, features)
+        return features
+
+    def key(self, batch: MicroBatch) -> str:
+        """Name of everything the features of `batch` depend on."""
+        content = f"{batch.ids_T.tolist()} {batch.lengths} {batch.rows_S.tolist()}"
+        return hashlib.sha256(self._salt + content.encode()).hexdigest()[:32]
+
+    def prune(self, batches: Sequence[MicroBatch]) -> None:
+        """Remove what earlier settings of this run left behind."""
+        if self.folder is not None and self.folder.is_dir():
+            kept = {self.key(batch) for batch in batches}
+            for path in self.folder.iterdir():
+                if path.name.split(".")[0] not in kept:
+                    path.unlink()
+
+    def _read(self, path: Path, batch: MicroBatch) -> Features:
+        device = self.trunk.device
+        tensors = load_file(path, device=str(device))
+        hidden = {exit_: tensors[f"hidden.{exit_}"] for exit_ in self.exits}
+        return Features(
+            hidden, Truth(tensors["final"], tensors["logsumexp"], tensors["argmax"], batch.targets_S.to(device))
+        )
+
+    def _write(self, path: Path, features: Features) -> None:
+        truth = features.truth
+        tensors = {f"hidden.{exit_}": value for exit_, value in features.hidden.items()}
+        tensors |= {"final": truth.final_SD, "logsumexp": truth.logsumexp_S, "argmax": truth.argmax_S}
+        # Under its name only when complete; the process id keeps ranks apart.
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({name: value.contiguous() for name, value in tensors.items()}, new)
+            new.replace(path)
+        except (OSError, SafetensorError) as error:
+            raise FileError(
+                f"cannot write features to {path.parent}: {error}; free space or give data.cache=false"
+            ) from None

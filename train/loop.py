@@ -1,0 +1,221 @@
+"""The training loop, as prose.
+
+Letters: T tokens of a micro batch, S supervised positions, D hidden size, M metrics.
+"""
+
+import contextlib
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from hispec.errors import DivergedError
+from hispec.train import checkpoints, setup
+from hispec.train.config import OptimConfig, TrainConfig
+from hispec.train.data import MicroBatch, batch_order
+from hispec.train.engine import Engine
+from hispec.train.evaluate import Evaluation
+from hispec.train.features import FeatureCache
+from hispec.train.losses import METRICS, head_loss
+from hispec.train.metrics import Metrics
+from hispec.train.stop import Stop
+
+log = logging.getLogger("hispec")
+
+
+class Interrupted(SystemExit):
+    """Training was stopped by a signal; what was learned is saved."""
+
+
+def train(config: TrainConfig, stop: Stop | None = None) -> dict[str, Any]:
+    """Run a recipe to its end: heads in the export folder. Returns what the last evaluation measured.
+
+    Raises:
+        HiSpecError: the user's own mistakes, before the first step. DivergedError: the loss is not finite.
+        Interrupted: after a signal, with a checkpoint saved.
+    """
+    return Training(config).run(stop or Stop())
+
+
+class Training:
+    """One run: what it holds, and the loop over it."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.folder = Path(config.run_dir)
+        prepared = setup.prepare(config)
+        self.model, self.batches = prepared.model, prepared.batches
+        self.engine = Engine(prepared.heads, config.train)
+        self.vocab_ids = [head.vocab_ids for head in self.model.heads_list]
+        self.cache = FeatureCache(
+            self.folder / "features" if config.data.cache else None, self.model.trunk, self.model.exits
+        )
+        self.order = batch_order(len(self.batches), config.train.seed)
+        self.per_step = config.train.accumulation * self.engine.world
+        self.steps = n_steps(config.train, len(self.batches), self.engine.world)
+        self.checkpoints = checkpoints.Checkpoints(self.folder, config)
+        state = self.checkpoints.resume(self.engine)
+        self.step, self.seconds = state.get("step", 0), state.get("seconds", 0.0)
+        self.losses: list[float] = state.get("losses", [])
+        self.metrics = Metrics(self.folder, config, self.step, writes=self.engine.rank == 0)
+        self.held_out, self._evaluation = prepared.held_out, None
+        if self.engine.rank == 0:
+            self.cache.prune(self.batches)
+
+    def run(self, stop: Stop) -> dict[str, Any]:
+        """Train from where the run stands to its end, evaluate, export."""
+        self._announce()
+        size = sum(sum(batch.lengths) for batch in self.batches) / len(self.batches) * self.per_step
+        with stop, self._bar() as bar:
+            while self.step < self.steps:
+                start = time.perf_counter()
+                values = self.train_step()
+                self.seconds += time.perf_counter() - start
+                bar.update()
+                bar.set_postfix_str(
+                    f"loss {values['loss']:.3f}, {size / (time.perf_counter() - start):.0f} tokens/s", refresh=False
+                )
+                # One rank's signal stops them all.
+                code = self.engine.largest(stop.after(self.step))
+                if code and self.step < self.steps:
+                    self._interrupt(code)
+                every = self.config.eval.every
+                if every and self.step % every == 0 and self.step < self.steps:
+                    self.metrics.log(self.step, {"eval": self.evaluate()})
+                if self.step % self.config.train.save_every == 0 or self.step == self.steps:
+                    self._save()
+        measured = self.evaluate()
+        self.metrics.log(self.step, {"eval": measured})
+        self._export(measured)
+        self.metrics.close()
+        return measured
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step over the next window of micro batches; returns and logs its means over positions."""
+        first = self.step * self.per_step
+        window = [self.batches[self.order(place)] for place in range(first, first + self.per_step)]
+        # Of the whole step and all ranks, so that no token counts more for sharing a batch with few others.
+        n_supervised = sum(len(batch.rows_S) for batch in window)
+        lr = learning_rate(self.config.train, self.step, self.steps)
+        sums_HM = torch.zeros(len(self.vocab_ids), len(METRICS), dtype=torch.float64, device=self.model.trunk.device)
+        for batch in window[self.engine.rank :: self.engine.world]:
+            loss, batch_HM = self._losses(batch)
+            self.engine.backward(loss / n_supervised)
+            self.engine.step(lr)
+            sums_HM += batch_HM
+        means = (self.engine.sum_over_ranks(sums_HM) / n_supervised).tolist()
+        self.step += 1
+        return self._report(lr, n_supervised, means)
+
+    def _losses(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Loss of all heads summed over positions, and the metrics of each, [H, M]."""
+        trunk = self.model.trunk
+        features = self.cache.get(batch)
+        ids_T, positions_T, rows_S = (x.to(trunk.device) for x in (batch.ids_T, batch.positions_T, batch.rows_S))
+        # Heads are float32; beside a trunk of lower precision their products are made in the trunk's.
+        lower = trunk.dtype != torch.float32
+        with torch.autocast(trunk.device.type, dtype=trunk.dtype, enabled=lower):
+            hidden = {exit_: state_TD.float() for exit_, state_TD in features.hidden.items()}
+            heads_SD = self.engine.features(hidden, ids_T, positions_T, rows_S, batch.lengths)
+        losses = [
+            head_loss(state_SD.to(trunk.dtype), features.truth, head.unembed, head.vocab_ids, self.config.train.loss)
+            for head, state_SD in zip(self.model.heads_list, heads_SD, strict=True)
+        ]
+        total = torch.stack([loss.loss.float() for loss in losses]).sum()
+        return total, torch.stack([loss.sums_M for loss in losses])
+
+    def _report(self, lr: float, n_supervised: int, means: list[list[float]]) -> dict[str, Any]:
+        heads = [
+            {"exit": exit_, **dict(zip(METRICS, row, strict=True))}
+            for exit_, row in zip(self.model.exits, means, strict=True)
+        ]
+        loss = sum(row[0] for row in means)
+        if not math.isfinite(loss):
+            raise DivergedError(
+                f"the loss is {loss} at step {self.step}; lower train.lr (now {self.config.train.lr:g}) and start over"
+            )
+        self.losses = [self.losses[0] if self.losses else loss, loss]
+        epoch = self.step * self.per_step / len(self.batches)
+        values = {"loss": loss, "lr": lr, "epoch": round(epoch, 4), "supervised": n_supervised, "heads": heads}
+        self.metrics.log(self.step, values)
+        return values
+
+    def evaluate(self) -> dict[str, Any]:
+        """Measure the heads as they are now, in the precision they are exported in."""
+        self._load_heads()
+        if self._evaluation is None:
+            self._evaluation = Evaluation(self.model, self.held_out, self.config.eval)
+        measured = self._evaluation(self.model)
+        exits = ", ".join(f"exit {row['exit']}: top-1 {row['top1']:.1%}" for row in measured["exits"])
+        simulated, real = measured["simulated_tokens_per_full_pass"], measured["measured_tokens_per_full_pass"]
+        log.info("step %d: %s; tokens per full pass %.2f simulated, %.2f decoded", self.step, exits, simulated, real)
+        return measured
+
+    def _load_heads(self) -> None:
+        self.model.heads.load_state_dict(self.engine.state())
+
+    def _export(self, measured: dict[str, Any]) -> None:
+        if self.engine.rank > 0:
+            return
+        train = self.config.train
+        self.model.training = {
+            "steps": self.step,
+            "tokens": sum(sum(batch.lengths) for batch in self.batches),
+            "supervised_tokens": sum(len(batch.rows_S) for batch in self.batches),
+            "epochs": round(self.step * self.per_step / len(self.batches), 3),
+            "minutes": round(self.seconds / 60, 2),
+            "trainable_parameters": self.engine.n_parameters,
+            "loss_first": self.losses[0],
+            "loss_last": self.losses[-1],
+            "loss": train.loss.model_dump(exclude={"chunk"}),
+            "data": self.config.data.model_dump(
+                include={"files", "prompts", "stdlib_tokens", "answers", "temperature"}
+            ),
+        }
+        self.model.metrics = measured
+        target = self.config.export or str(self.folder / "heads")
+        self.model.save_pretrained(target)
+        log.info("heads exported to %s", target)
+
+    def _save(self) -> Path:
+        return self.checkpoints.save(self.engine, self.step, {"seconds": self.seconds, "losses": self.losses})
+
+    def _interrupt(self, code: int) -> None:
+        where = self._save()
+        self.metrics.close()
+        log.warning(
+            "stopped after step %d of %d; saved %s; the same command goes on from there", self.step, self.steps, where
+        )
+        raise Interrupted(code)
+
+    def _announce(self) -> None:
+        train, engine = self.config.train, self.engine
+        micro, effective = train.micro_batch_tokens, train.micro_batch_tokens * self.per_step
+        log.info("%s trainable parameters, %d micro batches an epoch", f"{engine.n_parameters:,}", len(self.batches))
+        shape = f"micro batch {micro} x accumulation {train.accumulation} x ranks {engine.world} = {effective}"
+        log.info("%d steps; tokens a step, at most: %s", self.steps, shape)
+        if self.step:
+            log.info("going on after step %d", self.step)
+
+    def _bar(self) -> contextlib.AbstractContextManager[Any]:
+        quiet = True if self.engine.rank else None  # None: quiet unless a person watches
+        return tqdm(total=self.steps, initial=self.step, desc="train", unit="step", disable=quiet)
+
+
+def n_steps(config: OptimConfig, n_batches: int, world: int) -> int:
+    """Optimizer steps of the run; the last window may reach into one more epoch."""
+    return config.max_steps or math.ceil(config.epochs * n_batches / (config.accumulation * world))
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Of the step after `step`: a linear rise, then half a cosine down to `final_lr` of the peak."""
+    warmup = round(config.warmup * steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - 1 - warmup)
+    return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))

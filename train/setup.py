@@ -1,0 +1,197 @@
+"""Everything a run needs before its first step, cheapest checks first: wrong exits or files are told before weights load."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig
+
+from hispec.base import load_base, locate
+from hispec.config import HeadConfig
+from hispec.errors import DataError, FileError, UnsupportedModelError
+from hispec.heads import make_heads
+from hispec.model import HiSpecModel
+from hispec.train import engine, sources, tiny
+from hispec.train.answers import answered, prompt_of
+from hispec.train.config import TrainConfig
+from hispec.train.data import Document, MicroBatch, documents_of, frequent_tokens, pack, text_documents
+from hispec.train.masks import encode_prompt
+from hispec.train.rows import Row, read_files
+from hispec.trunk import Trunk
+
+log = logging.getLogger("hispec")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was read before the trunk was loaded. `chats` may hold prompts without answers."""
+
+    chats: list[Row]
+    texts: list[Row]
+    held_out: list[Row]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A trunk, the data, and heads that start as the logit lens.
+
+    Attributes:
+        model: the trunk, with heads in its own precision for evaluation and export.
+        heads: the same heads in float32, to be trained.
+        batches: the packed data. held_out: prompts for evaluation, token ids.
+    """
+
+    model: HiSpecModel
+    heads: nn.ModuleList
+    batches: list[MicroBatch]
+    held_out: list[list[int]]
+
+    @property
+    def trunk(self) -> Trunk:
+        return self.model.trunk
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Check the settings, read the rows, load the trunk, write the answers, pack the data, make the heads.
+
+    Raises:
+        ConfigError, FileError, DataError, UnsupportedModelError: the user's own mistakes, before the first step.
+    """
+    base = base_of(config)
+    n_layers = int(base_config(base, config.revision).get_text_config().num_hidden_layers)
+    exits = config.exits_for(n_layers)
+    head_configs = config.heads_for(len(exits))
+    rows = read_rows(config)
+    network, tokenizer = load_base(base, config.revision, getattr(torch, dtype_of(config)), device())
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
+    trunk = Trunk(network)
+    plain = HiSpecModel(trunk, tokenizer, nn.ModuleList(), base, config.revision)
+    documents = documents_for(plain, rows, config)
+    batches = pack(documents, max(config.train.micro_batch_tokens, config.data.max_len), config.train.seed)
+    ids = _vocabularies(documents, head_configs, trunk)
+    torch.manual_seed(config.train.seed)
+    heads = make_heads(trunk, exits, head_configs, ids).float()
+    model = HiSpecModel(trunk, tokenizer, make_heads(trunk, exits, head_configs, ids), base, config.revision)
+    return Prepared(model, heads, batches, _held_out(plain, rows.held_out, config))
+
+
+def base_of(config: TrainConfig) -> str:
+    """The trunk's name; `tiny` is made in the run folder first."""
+    if config.model != tiny.NAME:
+        return config.model
+    folder = Path(config.run_dir) / tiny.NAME
+    if engine.rank() == 0:
+        tiny.write_tiny(folder)
+    engine.meet()
+    return str(folder)
+
+
+def base_config(base: str, revision: str | None) -> PretrainedConfig:
+    """The trunk's own settings, without its weights.
+
+    Raises:
+        FileError: not found. UnsupportedModelError: unknown to transformers.
+    """
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(locate(base), revision=revision)
+        return found
+    except OSError as error:
+        raise FileError(f"model {base!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    except ValueError as error:
+        raise UnsupportedModelError(f"model {base!r}: {str(error).strip().splitlines()[0]}") from None
+
+
+def device() -> str:
+    """Where this rank computes."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+
+
+def dtype_of(config: TrainConfig) -> str:
+    """The trunk's precision."""
+    return config.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+
+
+def read_template(path: str) -> str:
+    """The text of a chat template's file. Raises FileError."""
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise FileError(f"chat_template {path!r} cannot be read: {error.strerror}") from None
+
+
+def read_rows(config: TrainConfig) -> Rows:
+    """All rows that need no model to be read.
+
+    Raises:
+        FileError, DataError, ConfigError: missing, empty or malformed files, an unknown list of prompts.
+    """
+    data = config.data
+    rows = read_files(data.files)
+    if data.prompts is not None:
+        rows += sources.training_prompts(data.prompts, data.max_prompts, config.train.seed)
+    if config.eval.prompts in sources.packaged_names():
+        held_out = sources.held_out_prompts(config.eval.prompts)
+    elif Path(config.eval.prompts).exists():
+        held_out = read_files([config.eval.prompts])
+    else:
+        names = ", ".join(sources.packaged_names())
+        raise FileError(f"eval.prompts: {config.eval.prompts!r} is neither a packaged list ({names}) nor a file")
+    return Rows([row for row in rows if row.messages], [row for row in rows if not row.messages], held_out)
+
+
+def documents_for(plain: HiSpecModel, rows: Rows, config: TrainConfig) -> list[Document]:
+    """The training documents; answers are written first where the trunk is to write them.
+
+    Raises:
+        DataError: nothing to train on.
+    """
+    data, seed = config.data, config.train.seed
+    documents: list[Document] = []
+    given = list(rows.texts)
+    if data.answers == "trunk" and rows.chats:
+        path = Path(config.run_dir) / "answers.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if engine.rank() == 0:
+            documents += answered(plain, rows.chats, data, seed, path)
+        engine.meet()
+        if engine.rank() > 0:
+            documents += answered(plain, rows.chats, data, seed, path)
+    else:
+        given = [*rows.chats, *rows.texts]
+    if given:
+        documents += documents_of(given, plain.tokenizer, data.max_len, data.strict)[0]
+    if data.stdlib_tokens:
+        documents += text_documents(sources.stdlib_rows(seed), plain.tokenizer, data.max_len, data.stdlib_tokens, seed)
+    n_tokens = sum(len(document.ids) for document in documents)
+    n_trained = sum(sum(document.supervised) for document in documents)
+    log.info("%d documents, %d tokens, %d of them supervised", len(documents), n_tokens, n_trained)
+    return documents
+
+
+def _vocabularies(documents: Sequence[Document], configs: Sequence[HeadConfig], trunk: Trunk) -> list[Tensor | None]:
+    sizes = [config.vocab_size for config in configs]
+    made = {
+        size: frequent_tokens(documents, size, trunk.vocab_size).to(trunk.device)
+        for size in set(sizes)
+        if size is not None
+    }
+    return [None if size is None else made[size] for size in sizes]
+
+
+def _held_out(plain: HiSpecModel, rows: Sequence[Row], config: TrainConfig) -> list[list[int]]:
+    texts = [row.text for row in rows if row.text]
+    if texts:
+        raise DataError(f"eval.prompts: {config.eval.prompts!r} holds text; rows with prompt or messages are needed")
+    encoded = [encode_prompt(plain.tokenizer, prompt_of(row)) for row in rows]
+    room = plain.trunk.max_positions - config.eval.max_new_tokens
+    fitting = [ids for ids in encoded if 0 < len(ids) <= room]
+    if not fitting:
+        raise DataError(
+            f"eval.prompts: no prompt has 1 to {room} tokens; lower eval.max_new_tokens or give shorter ones"
+        )
+    return fitting[: config.eval.max_prompts]
