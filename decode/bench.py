@@ -27,8 +27,8 @@ hispec-bench: how fast a model's heads make it, measured against plain decoding 
 
   hispec-bench model=runs/quickstart/heads output=result.json
 
-Every prompt goes through all contestants before the next one does, in one process, so that their ratios mean something on
-a machine that is not quiet. Decoding is greedy; outputs are compared token by token with those of plain decoding.
+Every prompt goes through all contestants before the next one does, in one process, so that their ratios mean something
+on a machine that is not quiet. Decoding is greedy; outputs are compared token by token with those of plain decoding.
 
 options (key=value):
 """
@@ -128,7 +128,9 @@ def run(options: BenchOptions) -> dict[str, Any]:
     tokenizer = model.tokenizer
     texts = read_texts(options)
     wrap = options.template and tokenizer.chat_template is not None
-    prompts = [chat_ids(tokenizer, [{"role": "user", "content": t}]) if wrap else list(tokenizer(t).input_ids) for t in texts]
+    prompts = [
+        chat_ids(tokenizer, [{"role": "user", "content": t}]) if wrap else list(tokenizer(t).input_ids) for t in texts
+    ]
     contestants = _contestants(model, options)
     for contestant in contestants:
         contestant.measure(prompts[0], keep=False)
@@ -177,11 +179,13 @@ def _hf(model: "HiSpecModel", options: BenchOptions) -> Contestant:
 
     from hispec.base import load_base
 
-    own: Any = load_base(model.base, model.revision, model.trunk.dtype, model.trunk.device)[0].eval()
+    own: Any = load_base(model.base, model.revision, model.trunk.dtype, model.trunk.device)[0]
 
     def run(prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt], device=own.device)
-        out = own.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.max_new_tokens, do_sample=False)
+        out = own.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.max_new_tokens, do_sample=False
+        )
         return list(out[0, len(prompt) :].tolist())
 
     return Contestant("hf", run)
@@ -210,10 +214,11 @@ def read_texts(options: BenchOptions) -> list[str]:
 def table(result: dict[str, Any]) -> str:
     """The result for a person."""
     lines = [
-        f"{result['base']}, exits {result['exits']}, {result['prompts']} prompts, up to {result['max_new_tokens']} tokens,"
-        f" batch 1, {result['dtype']}, {result['threads']} threads, {result['machine']['processor']}",
+        f"{result['base']}, exits {result['exits']}, {result['prompts']} prompts, up to {result['max_new_tokens']}"
+        f" tokens, batch 1, {result['dtype']}, {result['threads']} threads, {result['machine']['processor']}",
         "",
-        f"{'':10} {'tokens/s':>9} {'vs plain':>9} {'spread':>13} {'accepted per level':>20} {'tokens/full pass':>17} {'identical':>10}",
+        f"{'':10} {'tokens/s':>9} {'vs plain':>9} {'spread':>13} {'accepted per level':>20}"
+        f" {'tokens/full pass':>17} {'identical':>10}",
     ]
     for row in result["results"]:
         ratios = sorted(row["ratio_per_prompt"])

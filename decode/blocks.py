@@ -1,8 +1,8 @@
 """Paged KV storage, the bookkeeping: which fixed-size pages of the pool belong to which sequence.
 
-    pool      [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]          block = page of BLOCK_SIZE slots
-    table A     0    1                                  A's token 17 lies in block 1, slot 1 of it
-    table B               2         5                   a table need not be contiguous
+pool      [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]          block = page of BLOCK_SIZE slots
+table A     0    1                                  A's token 17 lies in block 1, slot 1 of it
+table B               2         5                   a table need not be contiguous
 """
 
 import bisect
@@ -30,7 +30,9 @@ class BlockPool:
             CapacityError: fewer are free.
         """
         if n > len(self._free):
-            raise CapacityError(f"KV pool: {n} blocks wanted, {len(self._free)} of {self.n_blocks} are free; raise kv_blocks")
+            raise CapacityError(
+                f"KV pool: {n} blocks wanted, {len(self._free)} of {self.n_blocks} are free; raise kv_blocks"
+            )
         start = next((i for i in range(len(self._free) - n + 1) if self._free[i + n - 1] - self._free[i] == n - 1), 0)
         taken = self._free[start : start + n]
         del self._free[start : start + n]

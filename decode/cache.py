@@ -26,10 +26,16 @@ class KVCache:
         """
         n_slots = n_blocks * BLOCK_SIZE
         try:
-            self.keys = {i: torch.zeros(n_slots, s.heads, s.key_size, dtype=dtype, device=device) for i, s in shapes.items()}
-            self.values = {i: torch.zeros(n_slots, s.heads, s.value_size, dtype=dtype, device=device) for i, s in shapes.items()}
+            self.keys = {
+                i: torch.zeros(n_slots, s.heads, s.key_size, dtype=dtype, device=device) for i, s in shapes.items()
+            }
+            self.values = {
+                i: torch.zeros(n_slots, s.heads, s.value_size, dtype=dtype, device=device) for i, s in shapes.items()
+            }
         except (RuntimeError, MemoryError):
-            raise CapacityError(f"KV pool: no memory for {n_blocks} blocks of {BLOCK_SIZE} tokens; lower max_batch or max_new_tokens") from None
+            raise CapacityError(
+                f"KV pool: no memory for {n_blocks} blocks of {BLOCK_SIZE} tokens; lower max_batch or max_new_tokens"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,26 @@ class PagedAttention:
             begin = end
 
     def __call__(
-        self, layer: int, q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, scale: float, window: int | None, cap: float | None
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_HTD: Tensor,
+        v_HTD: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float | None,
     ) -> Tensor:
         keys_SHD, values_SHD = self.cache.keys[layer], self.cache.values[layer]
         keys_SHD.index_copy_(0, self._written_T, k_HTD.transpose(0, 1))
         values_SHD.index_copy_(0, self._written_T, v_HTD.transpose(0, 1))
         outs = [
             attention(
-                q_HTD[:, begin:end], keys_SHD[seen].transpose(0, 1), values_SHD[seen].transpose(0, 1), scale, window, cap
+                q_HTD[:, begin:end],
+                keys_SHD[seen].transpose(0, 1),
+                values_SHD[seen].transpose(0, 1),
+                scale,
+                window,
+                cap,
             )
             for begin, end, seen in self._parts
         ]

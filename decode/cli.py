@@ -56,7 +56,9 @@ def _decoder(options: DecodeOptions) -> "Decoder":
         raise ConfigError(f"device: {device!r} is not available here; legal: auto, cpu, cuda, cuda:N") from None
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     if options.heads == "shared" or options.exits == [] and options.base is None and not _is_heads(options.model):
-        model = HiSpecModel.from_base(options.model, options.exits or (), revision=options.revision, dtype=dtype, device=device)
+        model = HiSpecModel.from_base(
+            options.model, options.exits or (), revision=options.revision, dtype=dtype, device=device
+        )
         exits = None
     else:
         model = HiSpecModel.from_pretrained(

@@ -41,8 +41,8 @@ class Decoder:
         """`exits`: which of the model's exits to use, all by default; `()` is plain decoding.
 
         `policy`: `fixed:DRAFT,VERIFY`, draft length and how many survivors the full model waits for.
-        `max_batch`: most sequences decoded at a time. `kv_blocks`: size of the KV pool in blocks of 16 tokens; by default
-        what the largest `max_batch` requests of a call may need.
+        `max_batch`: most sequences decoded at a time. `kv_blocks`: size of the KV pool in blocks of 16 tokens; by
+        default what the largest `max_batch` requests of a call may need.
 
         Raises:
             ConfigError: an exit without a head, or a policy that makes no sense.
@@ -183,7 +183,9 @@ class Decoder:
 def _completion(sequence: Live) -> Completion:
     assert sequence.finish_reason is not None
     ids = sequence.ids[sequence.n_prompt : sequence.n_committed]
-    return Completion(sequence.index, sequence.ids[: sequence.n_prompt], ids, sequence.text.finish(), sequence.finish_reason)  # type: ignore[arg-type]
+    return Completion(
+        sequence.index, sequence.ids[: sequence.n_prompt], ids, sequence.text.finish(), sequence.finish_reason
+    )
 
 
 def _stop_ids(model: HiSpecModel) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """The loop: sequences join, levels run, verdicts commit tokens, sequences leave.
 
-A hierarchy is a list of levels. With one level this is plain decoding, with two single-layer speculation, with three HiSpec.
+A hierarchy is a list of levels. One level is plain decoding, two are single-layer speculation, three are HiSpec.
 """
 
 from collections import deque
@@ -43,7 +43,9 @@ class Engine:
         """
         need = self._blocks(sequence)
         if need > self.pool.n_blocks:
-            raise CapacityError(f"request {sequence.index} needs {need} KV blocks, the pool has {self.pool.n_blocks}; raise kv_blocks")
+            raise CapacityError(
+                f"request {sequence.index} needs {need} KV blocks, the pool has {self.pool.n_blocks}; raise kv_blocks"
+            )
         self.queue.append(sequence)
 
     def run(self) -> Iterator[tuple[Sequence, list[int]]]:
@@ -72,7 +74,7 @@ class Engine:
             self.live.append(sequence)
 
     def _next_step(self) -> tuple[Level, list[Task]]:
-        """The lowest level that any sequence wants next, with all sequences that want it; the others wait to join them above."""
+        """The lowest level that any sequence wants next, and all that want it; the others wait to join them above."""
         wanted = [(sequence, self._action(sequence)) for sequence in self.live]
         lowest = min(action.level for _, action in wanted)
         return self.levels[lowest], [Task(s, action.read) for s, action in wanted if action.level == lowest]

@@ -61,7 +61,9 @@ class Level:
     def _run(self, tasks: Batch[Task], bounds: list[tuple[int, int]], cache: KVCache) -> tuple[Tensor, Tensor]:
         """Hidden states [T, D] after the span, and the head's features [T, D]."""
         device = self.trunk.device
-        ids_T = torch.tensor([token for t, (a, b) in zip(tasks, bounds, strict=True) for token in t.sequence.ids[a:b]], device=device)
+        ids_T = torch.tensor(
+            [token for t, (a, b) in zip(tasks, bounds, strict=True) for token in t.sequence.ids[a:b]], device=device
+        )
         positions_T = torch.tensor([p for a, b in bounds for p in range(a, b)], device=device)
         hidden_TD = None
         if self.index > 0:
@@ -76,7 +78,9 @@ class Level:
         if n == len(self._placed):
             (hidden_TD,) = self.trunk.run_placed(ids_T, positions_T, self._placed, attend, hidden_TD)
             return hidden_TD, self.head.finish(hidden_TD, None)
-        hidden_TD, block_TD = self.trunk.run_placed(ids_T, positions_T, self._placed, attend, hidden_TD, keep=(n - 1, n))
+        hidden_TD, block_TD = self.trunk.run_placed(
+            ids_T, positions_T, self._placed, attend, hidden_TD, keep=(n - 1, n)
+        )
         return hidden_TD, self.head.finish(hidden_TD, block_TD)
 
     def _judge(self, firsts: list[tuple[Sequence, int, int]], logits_RV: Tensor, stats: LevelStats) -> None:

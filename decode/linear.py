@@ -1,8 +1,9 @@
 """Linear layers for few rows on a CPU.
 
-Decoding multiplies one to a few dozen rows with each weight, and a general matrix product is not made for that: its cost
-may double from one row to two. oneDNN's prepacked layout reads the weight once for any small row count, so verifying
-several tokens costs what one costs. Which is faster is measured per shape when a decoder is made; the winner is kept.
+Decoding multiplies one to a few dozen rows with each weight, and a general matrix product is not made for that: its
+cost may double from one row to two. oneDNN's prepacked layout reads the weight once for any small row count, so
+verifying several tokens costs what one costs. Which is faster is measured per shape when a decoder is made; the winner
+is kept.
 
 Letters: R rows, I inputs, O outputs.
 """
@@ -45,7 +46,7 @@ def prepack(roots: Iterable[nn.Module]) -> list[nn.Linear]:
 
     Does nothing away from fp32 on a CPU, or where torch was built without oneDNN.
     """
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return []
     changed: list[nn.Linear] = []
     faster: dict[tuple[int, int], bool] = {}
@@ -62,7 +63,7 @@ def prepack(roots: Iterable[nn.Module]) -> list[nn.Linear]:
         if shape not in faster:
             faster[shape] = _is_faster(packed, shape[1])
         if faster[shape]:
-            module.forward = packed  # type: ignore[method-assign]
+            module.forward = packed  # type: ignore[method-assign, assignment]
             changed.append(module)
     return changed
 

@@ -14,12 +14,12 @@ hispec-decode: generate text with a model and its early-exit heads. The output i
 
   hispec-decode model=HEADS prompt="Once upon a time"          one prompt, streamed
   cat prompt.txt | hispec-decode model=HEADS                   the prompt from stdin
-  hispec-decode model=HEADS prompts=in.jsonl output=out.jsonl  many prompts, batched; a stopped run goes on where it was
+  hispec-decode model=HEADS prompts=in.jsonl output=out.jsonl  many prompts, batched; a stopped run goes on
   hispec-decode model=HEADS chat=true                          talk to the model
   hispec-decode model=org/name heads=shared exits=[4,8] ...    a model pre-trained for early exit, without trained heads
 
 HEADS is a folder that hispec-train wrote, or its id on the Hub. Lines of in.jsonl hold "prompt", "messages" or
-"prompt_ids"; they may set any sampling option, and what else they hold is copied to the output. Lists are written [4,8].
+"prompt_ids"; they may set any sampling option, what else they hold is copied to the output. Lists are written [4,8].
 
 options (key=value):
 """

@@ -1,5 +1,5 @@
-"""Which level runs next. A policy sees counters only, never a token's value beyond "this sequence has ended", so whatever it
-decides, the output stays the full model's."""
+"""Which level runs next. A policy sees counters only, never a token's value beyond "this sequence has ended", so
+whatever it decides, the output stays the full model's."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -27,8 +27,8 @@ class Policy(Protocol):
 
 
 class FixedPolicy:
-    """The paper's policy (arXiv 2510.01336): level 0 drafts `windows[0]` tokens, level 1 judges them together with the token
-    that follows; level k > 1 runs once `windows[k - 1]` tokens have survived the level below.
+    """The paper's policy (arXiv 2510.01336): level 0 drafts `windows[0]` tokens, level 1 judges them and
+    adds one; level k > 1 runs once `windows[k - 1]` tokens have survived the level below.
 
     The last draft is passed through level 0 before level 1 judges, so that level 1 adds a token of its own (the bonus).
     """
@@ -36,7 +36,9 @@ class FixedPolicy:
     def __init__(self, n_levels: int, windows: Sequence[int] = (2, 4)) -> None:
         """`windows`: one per level above the first; missing ones double, further ones are not used."""
         if any(window < 1 for window in windows) or not windows:
-            raise ConfigError(f"policy: {list(windows)} needs at least one window, each 1 or more; the paper's is fixed:2,4")
+            raise ConfigError(
+                f"policy: {list(windows)} needs at least one window, each 1 or more; the paper's is fixed:2,4"
+            )
         wanted = list(windows)
         while len(wanted) < n_levels - 1:
             wanted.append(2 * wanted[-1])

@@ -1,7 +1,7 @@
 """Prompt files: lines of JSON in, lines of JSON out, resumable.
 
-While a run lasts its lines lie in OUTPUT.part, in the order of the prompts, behind one line that identifies the run. What a
-killed run has left there is kept; at the end the file takes its name.
+While a run lasts its lines lie in OUTPUT.part, in the order of the prompts, behind one line that identifies the run.
+What a killed run has left there is kept; at the end the file takes its name.
 """
 
 import contextlib
@@ -134,7 +134,9 @@ class OutputFile:
             return 0
         lines = self.part.read_bytes().splitlines(keepends=True)
         if lines and lines[0] != header.encode():
-            raise FileError(f"output: {self.part} is from a run with other prompts or settings; delete it to start anew")
+            raise FileError(
+                f"output: {self.part} is from a run with other prompts or settings; delete it to start anew"
+            )
         whole = [line for line in lines if line.endswith(b"\n")]
         if len(whole) < len(lines):
             # The kill came in the middle of a line.

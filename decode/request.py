@@ -7,6 +7,8 @@ from pydantic import Field
 
 from hispec.config import Config
 
+FinishReason = Literal["stop", "length"]
+
 # Below this temperature sampling is arg-max in any case; dividing by it would only overflow.
 GREEDY_BELOW = 1e-5
 
@@ -51,4 +53,4 @@ class Completion:
     prompt_ids: list[int]
     ids: list[int]
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason

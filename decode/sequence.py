@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hispec.decode.request import SamplingParams
+from hispec.decode.request import FinishReason, SamplingParams
 from hispec.decode.sampling import gumbel, processed
 from hispec.decode.text import TextStream
 from hispec.decode.verify import Verdict, agree, reject
@@ -42,10 +42,10 @@ class Sequence:
         self.hidden: list[Tensor | None] = [None] * n_levels
         self.table: list[int] = []
         self.stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(model_stop_ids))
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.seed = secrets.randbits(62) if params.seed is None else params.seed
         self.generator = torch.Generator().manual_seed(self.seed % (1 << 63))
-        # What tokens need until they are committed: their noise (coupled), the distribution they are drawn from (rejection).
+        # What tokens need until they are committed: their noise (coupled), the law they are drawn from (rejection).
         self._noise: dict[int, Tensor] = {}
         self._laws: dict[int, Tensor] = {}
 
@@ -80,7 +80,9 @@ class Sequence:
             held = self.hidden[level]
             self.hidden[level] = hidden_nD if held is None else torch.cat([held, hidden_nD])
 
-    def judge(self, level: int, first: int, picks: list[int], logits_RV: Tensor | None, vocab_ids: Tensor | None) -> Verdict:
+    def judge(
+        self, level: int, first: int, picks: list[int], logits_RV: Tensor | None, vocab_ids: Tensor | None
+    ) -> Verdict:
         """Let `level` accept or replace the tokens after position `first`, and add one where none is known.
 
         One row per position from `first` on: `picks` are their arg-max tokens; `logits_RV` is given when sampling.
@@ -144,7 +146,7 @@ class Sequence:
             law_RV = law_RV.new_zeros(len(law_RV), self.vocab_size).index_copy(1, vocab_ids, law_RV)
         drawn_from = [self._laws[first + 1 + at] for at in range(len(proposed))]
         verdict = reject(law_RV, drawn_from, proposed, self.generator)
-        # What stands now is distributed as this level's samples, whoever proposed it: the level above verifies against that.
+        # What stands now is distributed as this level's samples, whoever proposed it: the level above judges that.
         for row in range(verdict.accepted + (verdict.token is not None)):
             self._laws[first + 1 + row] = law_RV[row]
         return verdict

@@ -48,7 +48,7 @@ class Stats:
 
     @property
     def tokens_per_full_pass(self) -> float | None:
-        """Tokens that one full pass of one sequence yields, the token after the prompt left out; None if there was none."""
+        """Tokens that one full pass of one sequence yields, the first after the prompt left out; None without any."""
         # In a batch one pass serves many sequences; per sequence it is one verdict of the last level.
         return (self.tokens - self.prompts) / self.verdicts if self.verdicts else None
 

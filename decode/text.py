@@ -11,7 +11,7 @@ class TextStream:
     """The text of one sequence, grown token by token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), eager: bool = False) -> None:
-        """`eager`: decode at every token (streaming). Without it and without stop strings, decoding waits for the end."""
+        """`eager`: decode at every token (streaming); without it and stop strings, decoding waits for the end."""
         self.tokenizer = tokenizer
         self.stop = list(stop)
         self.ids: list[int] = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Verdict(NamedTuple):
-    """How many proposed tokens stand, the level's own token after them (None: nothing to add), and whether it replaces one."""
+    """How many proposed tokens stand, the level's own token after them (None: none to add), whether it replaces one."""
 
     accepted: int
     token: int | None
@@ -21,7 +21,8 @@ class Verdict(NamedTuple):
 def agree(picks: Sequence[int], proposed: Sequence[int]) -> Verdict:
     """Accept as long as the level's own picks are the proposed tokens; greedy and coupled sampling.
 
-    `picks`: one per row. `proposed`: the known tokens after those rows, as many, or one less (then the last pick is the bonus).
+    `picks`: one per row. `proposed`: the known tokens after those rows, as many, or one less (the last pick is a bonus)
+    or none.
     """
     for at, (pick, token) in enumerate(zip(picks, proposed, strict=False)):
         if pick != token:
@@ -29,13 +30,15 @@ def agree(picks: Sequence[int], proposed: Sequence[int]) -> Verdict:
     return Verdict(len(proposed), picks[len(proposed)] if len(picks) > len(proposed) else None, rejected=False)
 
 
-def reject(law_RV: Tensor, drawn_from: Sequence[Tensor], proposed: Sequence[int], generator: torch.Generator) -> Verdict:
+def reject(
+    law_RV: Tensor, drawn_from: Sequence[Tensor], proposed: Sequence[int], generator: torch.Generator
+) -> Verdict:
     """Speculative sampling (arXiv 2211.17192, algorithm 1), for one level of a hierarchy.
 
-    `law_RV`: this level's distribution after each row. `drawn_from`: per proposed token, the distribution [V] it comes from,
-    that of the level that handed it up. Token x stands with probability min(1, p(x) / q(x)); the first that does not is
-    drawn anew from max(0, p - q), normalised. What stands afterwards is distributed exactly as this level's own samples, so
-    the level above may verify it against this level's distribution.
+    `law_RV`: this level's distribution after each row. `drawn_from`: per proposed token, the distribution [V] it comes
+    from, that of the level that handed it up. Token x stands with probability min(1, p(x) / q(x)); the first that does
+    not is drawn anew from max(0, p - q), normalised. What stands afterwards is distributed exactly as this level's own
+    samples, so the level above may verify it against this level's distribution.
     """
     for at, (token, q_V) in enumerate(zip(proposed, drawn_from, strict=True)):
         p_V = law_RV[at]

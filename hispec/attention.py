@@ -21,7 +21,14 @@ class Attend(Protocol):
     """Attention over whatever the caller keeps keys and values in; called once per layer and pass."""
 
     def __call__(
-        self, layer: int, q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, scale: float, window: int | None, cap: float | None
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_HTD: Tensor,
+        v_HTD: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float | None,
     ) -> Tensor:
         """Return the attended values, [H, T, D], for packed tokens of one or several sequences."""
         ...
@@ -32,7 +39,7 @@ def attention(
 ) -> Tensor:
     """Causal attention of the last Q positions of one sequence over all K of them, [H, Q, D].
 
-    Query heads that share a KV head are stacked as rows, so grouped-query attention reads each key once and copies none.
+    Query heads that share a KV head are stacked as rows: grouped-query attention reads each key once, without copies.
     `window` counts the keys a query may see, itself included; `cap` soft-caps the scores.
     """
     n_heads, n_queries, head_dim = q_HQD.shape
@@ -53,7 +60,9 @@ def attention(
         mask_QK = build(n_queries, n_keys, window, q_HQD.device, group)
     q_HRD = q_HQD.reshape(n_kv_heads, group * n_queries, head_dim)
     if cap is None:
-        out_HRD = F.scaled_dot_product_attention(q_HRD[None], k_HKD[None], v_HKD[None], attn_mask=mask_QK, scale=scale)[0]
+        out_HRD = F.scaled_dot_product_attention(q_HRD[None], k_HKD[None], v_HKD[None], attn_mask=mask_QK, scale=scale)[
+            0
+        ]
     else:
         score_HRK = cap * torch.tanh(q_HRD @ k_HKD.transpose(1, 2) * scale / cap)
         if mask_QK is not None:
@@ -93,9 +102,16 @@ class PackedAttention:
         self.lengths = list(lengths)
 
     def __call__(
-        self, layer: int, q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, scale: float, window: int | None, cap: float | None
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_HTD: Tensor,
+        v_HTD: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float | None,
     ) -> Tensor:
-        parts = zip(*(x.split(self.lengths, dim=1) for x in (q_HTD, k_HTD, v_HTD)), strict=True)
+        parts = zip(*(torch.split(x, self.lengths, dim=1) for x in (q_HTD, k_HTD, v_HTD)), strict=True)
         return torch.cat([attention(q, k, v, scale, window, cap) for q, k, v in parts], dim=1)
 
 

@@ -64,7 +64,9 @@ def locate(name: str) -> str:
         return str(folder)
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:
-        raise FileError(f"model {name!r}: {folder} holds no config.json and {len(files)} .gguf files, one of them is needed")
+        raise FileError(
+            f"model {name!r}: {folder} holds no config.json and {len(files)} .gguf files, one of them is needed"
+        )
     return str(_converted(files[0]))
 
 
@@ -134,12 +136,12 @@ def new_folder(target: Path) -> Iterator[Path]:
 def _quiet() -> Iterator[None]:
     """Loading a model is not worth five progress bars."""
     shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: Exception) -> str:

@@ -1,10 +1,10 @@
 """The heads folder, which is also the Hub repository: what is in it, how it is written, and when it is refused.
 
-    config.json             what the heads are, of which trunk, how they were trained
-    model.safetensors       the heads' tensors, nothing of the trunk
-    README.md               the model card
-    generation_config.json  stop tokens and defaults, as in training
-    chat_template.jinja     the template the heads were trained with
+config.json             what the heads are, of which trunk, how they were trained
+model.safetensors       the heads' tensors, nothing of the trunk
+README.md               the model card
+generation_config.json  stop tokens and defaults, as in training
+chat_template.jinja     the template the heads were trained with
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from hispec.base import new_folder
 from hispec.config import Config, HeadConfig
 from hispec.errors import BaseMismatchError, CheckpointError, ConfigError
-from hispec.trunk import Trunk
+from hispec.trunk import Trunk, lm_head_of
 
 FORMAT_VERSION = 1
 CONFIG, WEIGHTS, CARD, TEMPLATE = "config.json", "model.safetensors", "README.md", "chat_template.jinja"
@@ -91,7 +91,7 @@ class CheckpointConfig(Config):
 
 def fingerprint(trunk: Trunk, tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
     """The identity of a trunk and its tokenizer."""
-    weight: Tensor = trunk.model.get_output_embeddings().weight  # type: ignore[union-attr, assignment]
+    weight: Tensor = lm_head_of(trunk.model).weight
     values = weight.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy().tobytes()
     vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
     return Fingerprint(

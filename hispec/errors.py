@@ -46,7 +46,7 @@ class DivergedError(HiSpecError, ArithmeticError):
 
 
 def command(main: Callable[[list[str]], None]) -> Callable[[], None]:
-    """Turn `main(argv)` into a console entry point: a HiSpecError is one line on stderr and exit code 2; Ctrl-C is 130."""
+    """Turn `main(argv)` into a console entry point: a HiSpecError is one line on stderr and exit code 2, Ctrl-C 130."""
 
     @wraps(main)
     def entry() -> None:

@@ -1,14 +1,13 @@
-"""Heads: what is trained at an exit. `logits = unembed(norm(h + f(h)))`, and before training f is zero, so that every head
-starts as the logit lens (the trunk cut off at its exit).
+"""Heads: what is trained at an exit. `logits = unembed(norm(h + f(h)))`, and before training f is zero, so that every
+head starts as the logit lens (the trunk cut off at its exit).
 
 Letters: T packed tokens, D hidden size, V vocabulary (or its reduced part).
 """
 
 import copy
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -28,8 +27,11 @@ class Head(nn.Module):
     """
 
     vocab_ids: Tensor | None
+    place: int
 
-    def __init__(self, trunk: Trunk, exit_: int, config: HeadConfig, slot: int, vocab_ids: Tensor | None = None) -> None:
+    def __init__(
+        self, trunk: Trunk, exit_: int, config: HeadConfig, slot: int, vocab_ids: Tensor | None = None
+    ) -> None:
         """`slot`: place of the head among its siblings, by which its KV is numbered."""
         super().__init__()
         self.exit, self.config = exit_, config
@@ -43,7 +45,9 @@ class Head(nn.Module):
         match config.kind:
             case "norm":
                 if self.norm is None:
-                    raise ConfigError("head.kind: 'norm' has nothing to train, this model has no final norm; use mlp or block")
+                    raise ConfigError(
+                        "head.kind: 'norm' has nothing to train, this model has no final norm; use mlp or block"
+                    )
             case "mlp":
                 self.mlp = ResidualMLP(trunk.hidden_size, round(config.width * trunk.hidden_size))
             case "block":
@@ -56,7 +60,7 @@ class Head(nn.Module):
     def _add_block(self, trunk: Trunk, exit_: int, slot: int) -> None:
         self.place = min(exit_, trunk.n_layers - 1)
         self.block = copy.deepcopy(trunk.layers[self.place]).requires_grad_(True)
-        attention = next(m for m in self.block.modules() if hasattr(m, "layer_idx"))
+        attention: Any = next(m for m in self.block.modules() if hasattr(m, "layer_idx"))
         attention.layer_idx = trunk.n_layers + slot
         self.kv = (trunk.n_layers + slot, trunk.kv_shapes[self.place])
         self.out = nn.Linear(trunk.hidden_size, trunk.hidden_size, bias=False)

@@ -46,7 +46,7 @@ class HiSpecModel:
     ) -> None:
         self.trunk, self.tokenizer, self.heads = trunk, tokenizer, heads
         self.base, self.revision = base, revision
-        self.generation: Any = generation or trunk.model.generation_config or GenerationConfig()
+        self.generation: Any = generation or trunk.model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
         self.training: dict[str, Any] = {}
         self.metrics: dict[str, Any] = {}
 
@@ -108,7 +108,9 @@ class HiSpecModel:
         vocab_ids = [tensors.get(f"{slot}.vocab_ids") for slot in range(len(config.heads))]
         for entry, ids in zip(config.heads, vocab_ids, strict=True):
             if (entry.head.vocab_size is None) != (ids is None):
-                raise CheckpointError(f"{folder}: config.json and model.safetensors disagree on the vocabulary of exit {entry.exit}")
+                raise CheckpointError(
+                    f"{folder}: config.json and model.safetensors disagree on the vocabulary of exit {entry.exit}"
+                )
         module_list = make_heads(
             trunk, [entry.exit for entry in config.heads], [entry.head for entry in config.heads], vocab_ids
         )
@@ -135,7 +137,9 @@ class HiSpecModel:
         config = CheckpointConfig(
             hispec_version=__version__,
             base=BaseInfo(
-                id=_portable(self.base), revision=self.revision, fingerprint=checkpoint.fingerprint(self.trunk, self.tokenizer)
+                id=_portable(self.base),
+                revision=self.revision,
+                fingerprint=checkpoint.fingerprint(self.trunk, self.tokenizer),
             ),
             heads=[HeadEntry(exit=head.exit, head=head.config) for head in self.heads_list],
             dtype=str(dtype).removeprefix("torch."),
@@ -171,7 +175,9 @@ def _fetch(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision))
     except RepositoryNotFoundError:
-        raise FileError(f"heads {name!r}: neither a folder here nor a repository on the Hub (or it is private)") from None
+        raise FileError(
+            f"heads {name!r}: neither a folder here nor a repository on the Hub (or it is private)"
+        ) from None
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         line = str(error).strip().splitlines()[0]
         raise FileError(f"heads {name!r}: no such folder, and the Hub did not deliver it: {line}") from None

@@ -89,6 +89,11 @@ class _Given(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=self.hidden_1TD)
 
 
+def lm_head_of(model: Any) -> Any:
+    """The model's unembedding matrix, an nn.Linear."""
+    return model.get_output_embeddings()
+
+
 class Unembedding:
     """Hidden state to logits, with every scale and cap the model's own wrapper applies; optionally some tokens only."""
 
@@ -100,7 +105,7 @@ class Unembedding:
         self.given = _Given()
         self.wrapper._modules[model.base_model_prefix] = self.given
         if vocab_ids is not None:
-            full: Any = model.get_output_embeddings()
+            full = lm_head_of(model)
             rows = nn.Linear(full.in_features, len(vocab_ids), bias=full.bias is not None, device="meta")
             ids = vocab_ids.to(full.weight.device)
             rows.weight = nn.Parameter(full.weight.detach()[ids], requires_grad=False)
@@ -137,7 +142,8 @@ class Trunk:
         Raises:
             UnsupportedModelError: the model's attention cannot be replaced, or span by span it computes something else.
         """
-        self.model = model.eval().requires_grad_(False)
+        self.model: Any = model
+        model.train(False).requires_grad_(False)
         text = model.config.get_text_config()
         self.name = str(text.model_type)
         if text.is_encoder_decoder or not getattr(model, "_supports_attention_backend", False):
@@ -157,14 +163,18 @@ class Trunk:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     @torch.no_grad()
-    def run(self, ids_T: Tensor, positions_T: Tensor, start: int, stop: int, attend: Attend, hidden_TD: Tensor | None = None) -> Tensor:
+    def run(
+        self, ids_T: Tensor, positions_T: Tensor, start: int, stop: int, attend: Attend, hidden_TD: Tensor | None = None
+    ) -> Tensor:
         """Hidden state [T, D] after layer `stop` (1-based count of layers run) of packed tokens.
 
         `hidden_TD` is the state after layer `start`; not needed when start is 0. Keys and values go to `attend`.
@@ -238,14 +248,16 @@ class Trunk:
         raise UnsupportedModelError(f"no list of {self.n_layers} layers found in a model of type {self.name!r}")
 
     def _probe(self, owner: nn.Module, attribute: str) -> None:
-        """Run a few tokens the model's own way, see what stands after its layers, and check that hispec's way agrees."""
+        """Run a few tokens the model's own way, see what stands after its layers, check that hispec's way agrees."""
         ids_T = torch.arange(5, device=self.model.device) % self.vocab_size
         called: list[nn.Module] = []
         tupled: list[bool] = []
         hooks = [self.layers[-1].register_forward_hook(lambda _, __, out: tupled.append(isinstance(out, tuple)))]
         for name, child in owner.named_children():
             if name != attribute:
-                hooks.append(child.register_forward_hook(lambda module, _, __: called.append(module) if tupled else None))
+                hooks.append(
+                    child.register_forward_hook(lambda module, _, __: called.append(module) if tupled else None)
+                )
         try:
             with torch.no_grad():
                 expected = self.model(input_ids=ids_T[None], use_cache=False).logits[0].float()
@@ -262,9 +274,11 @@ class Trunk:
         shapes: dict[int, KVShape] = {}
         packed = PackedAttention([len(ids_T)])
 
-        def recording(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cap: float | None) -> Tensor:
-            shapes[layer] = KVShape(k.shape[0], k.shape[2], v.shape[2])
-            return packed(layer, q, k, v, scale, window, cap)
+        def recording(
+            layer: int, q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, scale: float, window: int | None, cap: float | None
+        ) -> Tensor:
+            shapes[layer] = KVShape(k_HTD.shape[0], k_HTD.shape[2], v_HTD.shape[2])
+            return packed(layer, q_HTD, k_HTD, v_HTD, scale, window, cap)
 
         hidden_TD = self.run(ids_T, torch.arange(len(ids_T), device=ids_T.device), 0, self.n_layers, recording)
         self.hidden_size = hidden_TD.shape[-1]
