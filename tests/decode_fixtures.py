@@ -1,15 +1,23 @@
-"""What tests of decoding share: runs of the bare engine, heads that are wrong on purpose, and a model that says a script."""
+"""What tests of decoding share: runs of the bare engine, heads that err on purpose, a model that says a script."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tiny_models import build, reference
+from tiny_models import GQA, build, reference
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from hispec import Decoder, HiSpecModel
 from hispec.config import HeadConfig, HeadKind
@@ -95,6 +103,11 @@ def decode(
     return drain(make_engine(own, heads, windows, prompts, params), len(prompts))
 
 
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    """Equal to fp32 rounding, seen against the largest value: numbers of the tiny models reach far beyond 1."""
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.abs().max())))
+
+
 def random_heads(own: Trunk, exits: Sequence[int], kind: HeadKind, vocab_ids: Tensor | None = None) -> list[Head]:
     """Heads with nothing learnt, and away from the logit lens they start as."""
     size = None if vocab_ids is None else len(vocab_ids)
@@ -112,7 +125,9 @@ class FlakyHead(Head):
     Behind the last layer the logit lens is the full model, so such a head is right but where it is told not to be.
     """
 
-    def __init__(self, own: Trunk, exit_: int, wrong: Callable[[int], bool] = lambda call: False, slot: int = 0) -> None:
+    def __init__(
+        self, own: Trunk, exit_: int, wrong: Callable[[int], bool] = lambda call: False, slot: int = 0
+    ) -> None:
         super().__init__(own, exit_, HeadConfig(kind="mlp"), slot)
         self.wrong, self.calls = wrong, 0
 
@@ -128,7 +143,7 @@ def perfect_heads(own: Trunk, n: int) -> list[Head]:
 
 
 def silenced(name: str, exit_: int) -> PreTrainedModel:
-    """A model of F1 whose layers from `exit_` on add nothing (they still store keys and values): a perfect shallow exit."""
+    """A model of F1 whose layers from `exit_` on add nothing, but store keys and values: a perfect shallow exit."""
     model = build(name)
     layers: Any = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 6)
     with torch.no_grad():
@@ -143,19 +158,21 @@ def scripted(script: Sequence[int], vocab_size: int, n_layers: int = 4) -> PreTr
     """A real OPT that says `script[p]` after position p, whatever it read; every exit of it is perfect."""
     width = 128
     config = OPTConfig(
-        vocab_size=vocab_size, hidden_size=width, ffn_dim=8, num_hidden_layers=n_layers, num_attention_heads=2, dropout=0.0,
-        max_position_embeddings=width, word_embed_proj_dim=width, tie_word_embeddings=False,
+        vocab_size=vocab_size, hidden_size=width, ffn_dim=8, num_hidden_layers=n_layers, num_attention_heads=2,
+        dropout=0.0, max_position_embeddings=width, word_embed_proj_dim=width, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = OPTForCausalLM(config).float().eval()
+    model: Any = OPTForCausalLM(config)
+    model = model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(parameter.dim() == 1)  # what remains are the norms
         model.model.decoder.embed_positions.weight[2:] = torch.eye(width)
         for position in range(width):
             model.lm_head.weight[script[position % len(script)], position] = 1.0
-    return model
+    result: PreTrainedModel = model
+    return result
 
 
 @cache
@@ -166,7 +183,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "t"), ("C", "Ġ")]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    make: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = make(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    return tokenizer
 
 
 def with_heads(
@@ -176,6 +195,15 @@ def with_heads(
     own = model if isinstance(model, Trunk) else Trunk(model)
     heads = nn.ModuleList(random_heads(own, exits, kind))
     return HiSpecModel(own, byte_tokenizer(), heads, base)
+
+
+def write_base(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A tiny llama with the byte tokenizer, on disk."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(**GQA | {"vocab_size": len(byte_tokenizer()), "initializer_range": 0.3} | changes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @contextmanager

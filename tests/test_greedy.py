@@ -8,6 +8,8 @@ from decode_fixtures import (
     N_NEW,
     PROMPTS,
     FlakyHead,
+    assert_close,
+    byte_tokenizer,
     decode,
     decoding,
     greedy,
@@ -32,13 +34,16 @@ from hispec.errors import RequestError
 from hispec.heads import Head
 from hispec.trunk import Trunk
 
-EXITS = [(2,), (2, 4), (1, 2, 4), (1, 5), (3,), (1, 3, 5)]
+EXITS = [(2,), (2, 4), (1, 5), (1, 2, 4)]
 
 
-def heads_of(name: str, variety: int) -> list[Head]:
-    """Heads of some kind at some exits; with `variety` all kinds and numbers of levels come."""
+def heads_of(name: str, variety: int, work: int) -> list[Head]:
+    """Heads of some kind at some exits; with `variety` all kinds and numbers of levels come.
+
+    `work`: drafts per full pass. Where nothing drafted stands, all of them are lost for one token: then fewer levels.
+    """
     own = trunk(name)
-    exits = EXITS[variety % len(EXITS)]
+    exits = EXITS[variety % (4 if work <= 4 else 3 if work <= 16 else 1)]
     match variety % 5:
         case 0:
             return perfect_heads(own, len(exits))
@@ -52,7 +57,7 @@ def heads_of(name: str, variety: int) -> list[Head]:
 
 def check(name: str, draft: int, verify: int, variety: int) -> None:
     prompts = PROMPTS[: 1 + variety % 5] if variety % 2 else PROMPTS
-    run = decode(trunk(name), heads_of(name, variety), (draft, verify), prompts)
+    run = decode(trunk(name), heads_of(name, variety, draft * verify), (draft, verify), prompts)
     assert run.ids == wanted(name, prompts), f"{name} draft {draft} verify {verify} variety {variety}"
 
 
@@ -74,7 +79,7 @@ def test_g01_every_pair_of_windows(name: str, verify: int) -> None:
 
 @pytest.mark.parametrize("name", F1)
 def test_g01_plain_decoding(name: str) -> None:
-    assert decode(trunk(name), [], ()).ids == wanted(name)
+    assert decode(trunk(name), [], (1,)).ids == wanted(name)
 
 
 @pytest.mark.parametrize("kind", ["norm", "mlp", "block"])
@@ -127,10 +132,10 @@ def check_cache(engine: Engine, sequence: Live) -> None:
         at = torch.tensor(slots(sequence.table, 0, count))
         for layer in range(level.start, level.stop):
             for stored, expected in zip((engine.cache.keys, engine.cache.values), fresh[layer], strict=True):
-                torch.testing.assert_close(stored[layer][at], expected[:count], rtol=1e-5, atol=1e-5)
+                assert_close(stored[layer][at], expected[:count])
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "gemma2", "opt_pre"])
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma2", "qwen3"])
 @pytest.mark.parametrize("exits", [(2,), (2, 4), (1, 2, 4)])
 def test_g02_the_cache_holds_nothing_of_rejected_drafts(name: str, exits: tuple[int, ...]) -> None:
     # Layers from 2 on are silent, so the logit lens at 2 is right but where it is told not to be.
@@ -152,7 +157,7 @@ def test_g03_wrong_at_every_place_of_the_draft(draft: int) -> None:
         engine = make_engine(own, [head], (draft,), [PROMPTS[2]], [SamplingParams(max_new_tokens=30)])
         got: list[int] = []
         for sequence, tokens in engine.run():
-            if got and sequence.finish_reason is None:
+            if got and len(got) + draft < 30:  # the limit cuts drafts short
                 # Everything before the wrong draft stands, and the full model's own token replaces it.
                 assert len(tokens) == wrong + 1
                 assert sequence.counts == [len(sequence.ids) - 1] * 2
@@ -189,8 +194,7 @@ def test_g06_two_perfect_levels(draft: int, verify: int) -> None:
     run = decode(own, perfect_heads(own, 2), (draft, verify), [PROMPTS[2]])
     assert run.ids == [greedy("llama_gqa", tuple(PROMPTS[2]))]
     assert run.stats.levels[1].acceptance == run.stats.levels[2].acceptance == 1.0
-    # Level 1 passes draft + 1 tokens on at a time; when at least `verify` wait, the full model takes them all, and they were
-    # all judged but the one after the last, which is level 1's bonus and is judged against the full model's own pick.
+    # Level 1 passes draft + 1 tokens on at a time; when at least `verify` wait, the full model takes them all.
     round_ = (draft + 1) * math.ceil(verify / (draft + 1))
     assert run.stats.full_passes == math.ceil((N_NEW - 1) / round_)
 
@@ -236,7 +240,7 @@ def test_m17_all_stop_ids_of_the_generation_config_count(n_exits: int) -> None:
     model = with_heads(scripted([4, 5, 6, 8, 9, 4, 4, 2, 5, 5], 260), range(1, 1 + n_exits))
     model.generation.eos_token_id = [2, 9]
     with decoding(model, policy="fixed:4,4") as decoder:
-        [five, three] = decoder.generate([[3], [3] * 6])
+        [five, three] = decoder.generate([[3], [3] * 6], SamplingParams(max_new_tokens=20))
         assert (five.ids, five.finish_reason) == ([4, 5, 6, 8, 9], "stop")
         assert (three.ids, three.finish_reason) == ([4, 4, 2], "stop")
         [on] = decoder.generate([[3]], SamplingParams(max_new_tokens=7, ignore_eos=True))
@@ -245,14 +249,15 @@ def test_m17_all_stop_ids_of_the_generation_config_count(n_exits: int) -> None:
 
 @pytest.mark.parametrize("n_exits", [0, 2])
 def test_g07_the_first_token_counts(n_exits: int) -> None:
-    with decoding(with_heads(scripted([1, 36, 37], 260), range(1, 1 + n_exits))) as decoder:
+    [a] = byte_tokenizer()("A").input_ids
+    with decoding(with_heads(scripted([1, a, a], 260), range(1, 1 + n_exits))) as decoder:
         [stopped, one, cut] = decoder.generate(
             [[3], [3, 3], [3, 3]],
-            [SamplingParams(), SamplingParams(max_new_tokens=1), SamplingParams(stop=[decoder.model.tokenizer.decode([36])])],
+            [SamplingParams.build({"max_new_tokens": 9} | own) for own in ({}, {"max_new_tokens": 1}, {"stop": ["A"]})],
         )
     assert (stopped.ids, stopped.text, stopped.finish_reason) == ([1], "", "stop")  # the tokenizer's own stop token
-    assert (one.ids, one.finish_reason) == ([36], "length")
-    assert (cut.ids, cut.text, cut.finish_reason) == ([36], "", "stop")
+    assert (one.ids, one.finish_reason) == ([a], "length")
+    assert (cut.ids, cut.text, cut.finish_reason) == ([a], "", "stop")
 
 
 def test_g17_short_prompts_and_an_empty_one() -> None:
@@ -260,9 +265,10 @@ def test_g17_short_prompts_and_an_empty_one() -> None:
         params = SamplingParams(max_new_tokens=10, ignore_eos=True)
         prompts: list[list[int]] = [[1], [5], PROMPTS[3], [1]]
         assert [c.ids for c in decoder.generate(prompts, params)] == wanted("llama_gqa", prompts, 10)
-        for empty in ([], ""):
-            with pytest.raises(RequestError, match="prompt 1 is empty"):
-                decoder.generate([[5], empty], params)
+        with pytest.raises(RequestError, match="prompt 1 is empty"):
+            decoder.generate([[5], []], params)
+        with pytest.raises(RequestError, match="prompt 0 is empty"):
+            decoder.generate("", params)
         with pytest.raises(RequestError, match="token id 211 is not in the vocabulary, 0..210"):
             decoder.generate([[211]], params)
         assert decoder.generate([], params) == []

@@ -63,16 +63,24 @@ def test_d03_a_template_that_hides_answers_is_refused() -> None:
 def test_d05_no_token_drifts(turns: int, metaspace: bool) -> None:
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
     template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    letters = "\u2581 abcdefghijklmnopqrstuvwxyz0123456789\n.!🙂" if metaspace else sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = (
+        "\u2581 abcdefghijklmnopqrstuvwxyz0123456789\n.!🙂"
+        if metaspace
+        else sorted(pre_tokenizers.ByteLevel.alphabet())
+    )
     core = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.Metaspace() if metaspace else pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.Metaspace() if metaspace else decoders.ByteLevel()
     marks = ["<|user|>", "<|assistant|>", "<|end|>"]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, additional_special_tokens=marks)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, additional_special_tokens=marks)  # type: ignore[no-untyped-call]
     tokenizer.chat_template = template
     for start in ("a", "7", "\n", "🙂"):
         answers = [f"{start}nswer {number}." for number in range(turns)]
-        chat = [turn for text in answers for turn in ({"role": "user", "content": "hi"}, {"role": "assistant", "content": text})]
+        chat = [
+            turn
+            for text in answers
+            for turn in ({"role": "user", "content": "hi"}, {"role": "assistant", "content": text})
+        ]
         assert [span.replace(" ", "") for span in spans(tokenizer, chat)] == [
             f"{text}<|end|>".replace(" ", "") for text in answers
         ]
@@ -119,7 +127,12 @@ def test_d12_conventions_may_be_mixed() -> None:
     from_value = [{"from": "human", "value": "hi there"}, {"from": "gpt", "value": "ok yes"}]
     mixed = [role_content[0], from_value[1]]
     wanted = tuple(role_content)
-    rows = [{"messages": role_content}, {"conversations": from_value}, {"conversations": role_content}, {"messages": mixed}]
+    rows = [
+        {"messages": role_content},
+        {"conversations": from_value},
+        {"conversations": role_content},
+        {"messages": mixed},
+    ]
     assert all(parse_row(row, "").messages == wanted for row in rows)
 
 
@@ -136,7 +149,9 @@ def test_d16_nulls_parts_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> No
     empty = [{"role": "user", "content": None}, {"role": "assistant", "content": "ok"}]
     rows = [{"meta": None, "messages": plain}, {"meta": "x", "messages": parts}, {"messages": empty}]
     path = tmp_path / "bom.jsonl"
-    path.write_text("\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8")
+    path.write_text(
+        "\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8"
+    )
     first, second, third = read_files([str(path)])
     assert first.messages == second.messages
     assert third.messages[0]["content"] == ""

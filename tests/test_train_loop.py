@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from train_fixtures import GENERATION, PLAIN, config, model_folder, prompts_file
-from transformers import AutoModelForCausalLM
 
 from hispec.attention import PackedAttention
 from hispec.decode.decoder import Decoder
@@ -49,7 +48,9 @@ def losses(settings: TrainConfig) -> list[float]:
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3"])
 def test_m02_training_leaves_the_trunk_as_it_is(tmp_path: Path, name: str) -> None:
-    settings = config(tmp_path, model_folder(tmp_path, name), train__max_steps=5, train__lr=0.1, train__weight_decay=0.1)
+    settings = config(
+        tmp_path, model_folder(tmp_path, name), train__max_steps=5, train__lr=0.1, train__weight_decay=0.1
+    )
     run = Training(settings)
     before = digest(run.model.trunk.model.named_parameters())
     heads = digest(run.engine.state())
@@ -68,7 +69,9 @@ def test_t01_dropout_stays_off(tmp_path: Path) -> None:
     assert all(torch.equal(first.hidden[exit_], second.hidden[exit_]) for exit_ in (2, 4))
     assert torch.equal(first.truth.final_SD, second.truth.final_SD)
     inputs = (first.hidden, batch.ids_T, batch.positions_T, batch.rows_S, batch.lengths)
-    assert all(torch.equal(a, b) for a, b in zip(run.engine.features(*inputs), run.engine.features(*inputs), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(run.engine.features(*inputs), run.engine.features(*inputs), strict=True)
+    )
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -85,7 +88,9 @@ def test_t02_t03_t04_every_zero_stage_trains_the_heads_only(tmp_path: Path, name
     held = sum(p.numel() for p in run.engine.optimized)
     assert held in (0, expected) or zero == 3 or held - expected < 16  # ZeRO pads its flat buffer
     assert digest(run.model.trunk.model.named_parameters()) == before
-    twin = Training(config(tmp_path, folder, run_dir=str(tmp_path / "twin"), train__weight_decay=0.1, train__accumulation=2))
+    twin = Training(
+        config(tmp_path, folder, run_dir=str(tmp_path / "twin"), train__weight_decay=0.1, train__accumulation=2)
+    )
     for _ in range(3):
         twin.train_step()
     assert losses(settings) == pytest.approx(losses(twin.config), rel=1e-3)
@@ -220,7 +225,9 @@ def test_exported_heads_are_the_trained_ones(tmp_path: Path) -> None:
 
 
 def test_bf16_trunk_trains_float32_heads(tmp_path: Path) -> None:
-    settings = config(tmp_path, model_folder(tmp_path, "llama_gqa"), dtype="bfloat16", train__max_steps=20, train__lr=1e-2)
+    settings = config(
+        tmp_path, model_folder(tmp_path, "llama_gqa"), dtype="bfloat16", train__max_steps=20, train__lr=1e-2
+    )
     run = Training(settings)
     run.run(Stop())
     assert {tensor.dtype for tensor in run.engine.state().values()} == {torch.float32}

@@ -55,7 +55,9 @@ def test_definitions(reduced: bool) -> None:
     ids = list(range(V)) if vocab_ids is None else vocab_ids.tolist()
     ce = -sum(q_SV[s, ids.index(t)].log() for s, t in enumerate(truth.targets_S.tolist()) if t in ids)
     top1 = sum(ids[int(q_SV[s].argmax())] == int(truth.argmax_S[s]) for s in range(S))
-    got = dict(zip(METRICS, dense_loss(features_SD, truth, unembed, vocab_ids, LossConfig()).sums_M.tolist(), strict=True))
+    got = dict(
+        zip(METRICS, dense_loss(features_SD, truth, unembed, vocab_ids, LossConfig()).sums_M.tolist(), strict=True)
+    )
     assert got["kl"] == pytest.approx(float((p_SV * (p_SV / q_SV).log()).sum()), rel=1e-4)
     assert got["ce"] == pytest.approx(float(ce), rel=1e-5)
     assert got["acceptance"] == pytest.approx(float(torch.minimum(true_SV, q_SV).sum()), rel=1e-5)
@@ -67,7 +69,7 @@ def test_the_full_model_itself_is_at_the_minimum() -> None:
     features_SD = truth.final_SD.clone().requires_grad_()
     config = LossConfig(kl=1.0, acceptance=1.0)
     loss = head_loss(features_SD, truth, unembed, None, config)
-    assert float(loss.loss) == pytest.approx(0.0, abs=1e-4)
+    assert loss.loss.item() == pytest.approx(0.0, abs=1e-4)
     assert dict(zip(METRICS, loss.sums_M.tolist(), strict=True))["acceptance"] == pytest.approx(S, abs=1e-4)
 
 

@@ -1,7 +1,7 @@
 """F1: ten tiny random models that do not degenerate, and a cache-free reference loop.
 
-Not the library's own initialisation: its tied models say one token for ever, its biases are zero and its norms one, so that
-equality tests would pass while testing nothing.
+Not the library's own initialisation: its tied models say one token for ever, its biases are zero and its norms one, so
+that equality tests would pass while testing nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ def build(name: str) -> PreTrainedModel:
     """The model `name`, the same weights every time."""
     make_config, scale, embed_scale, seed, position_factor = F1[name]
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(make_config())
+    model: Any = AutoModelForCausalLM.from_config(make_config())  # type: ignore[no-untyped-call]
     model = model.float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def build(name: str) -> PreTrainedModel:
 def reference(
     model: PreTrainedModel, prompt: Sequence[int], n: int, stop_ids: Sequence[int] = ()
 ) -> tuple[list[int], float]:
-    """Plain greedy decoding without any cache: `n` new ids at most, and the smallest gap between best and second logit."""
+    """Plain greedy decoding without any cache: at most `n` new ids, and the smallest gap of best and second logit."""
     ids, gap = list(prompt), float("inf")
     for _ in range(n):
         logits_V = model(torch.tensor([ids]), use_cache=False).logits[0, -1].float()

@@ -15,8 +15,8 @@ PLAIN = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 GENERATION = (
-    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|> {% if m.role=='assistant' %}{% generation %}{{ m.content }} <|end|>"
-    "{% endgeneration %}{% else %}{{ m.content }} <|end|>{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|> {% if m.role=='assistant' %}{% generation %}"
+    "{{ m.content }} <|end|>{% endgeneration %}{% else %}{{ m.content }} <|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 CHAT = [
@@ -29,12 +29,12 @@ CHAT_IDS = [1, 4, 7, 8, 6, 5, 9, 10, 6, 4, 11, 12, 6, 5, 13, 14, 6]
 
 
 def t1(template: str | None = PLAIN, size: int = len(WORDS)) -> PreTrainedTokenizerFast:
-    """T1: words, and a post-processor that puts `<s>` in front. `size` adds words w15, w16, ... up to a model's vocabulary."""
+    """T1: words, and a post-processor that puts `<s>` in front. `size` adds words w15, w16, ... up to so many."""
     words = WORDS + [f"w{number}" for number in range(len(WORDS), size)]
     core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>",
         additional_special_tokens=["<|user|>", "<|assistant|>", "<|end|>"],
     )  # fmt: skip
@@ -55,7 +55,9 @@ def text_file(folder: Path, rows: int = 12, seed: int = 0) -> Path:
     target = folder / f"text{rows}_{seed}.jsonl"
     lines = []
     for row in range(rows):
-        words = " ".join(f"w{15 + (7 * row + 3 * at + seed + at * at) % (VOCAB - 15)}" for at in range(3 + 11 * row % 40))
+        words = " ".join(
+            f"w{15 + (7 * row + 3 * at + seed + at * at) % (VOCAB - 15)}" for at in range(3 + 11 * row % 40)
+        )
         lines.append(f'{{"text": "{words}"}}')
     target.write_text("\n".join(lines) + "\n")
     return target

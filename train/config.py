@@ -22,7 +22,7 @@ class DataConfig(Config):
     stdlib_tokens: int = Field(default=0, ge=0)
     """Tokens of text to take from the running Python's own library and its documentation; needs no download."""
     answers: Answers = "given"
-    """given: learn from rows as they stand. trunk: the trunk rewrites every answer first, which is what decoding sees."""
+    """given: learn from rows as they stand. trunk: it rewrites every answer first, which is what decoding sees."""
     samples: int = Field(default=1, ge=1)
     """Answers the trunk writes per prompt; more than one needs a temperature."""
     temperature: float = Field(default=0.0, ge=0.0, le=10.0)
@@ -62,6 +62,14 @@ class LossConfig(Config):
     """Softens both sides of the KL term."""
     chunk: int = Field(default=256, ge=1)
     """Positions whose logits exist at one time: bounds memory, changes no number."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not (self.kl or self.ce or self.acceptance):
+            raise ValueError(
+                "kl, ce and acceptance are all 0, which leaves nothing to learn; give one of them a weight"
+            )
+        return self
 
 
 class OptimConfig(Config):

@@ -1,6 +1,7 @@
 """DeepSpeed, and the only file that knows it: an engine that holds the heads, never the trunk."""
 
 import contextlib
+import importlib
 import logging
 import os
 import socket
@@ -166,8 +167,8 @@ def meet() -> None:
 
 def _deepspeed() -> Any:
     with _quiet():
-        import deepspeed
-        import deepspeed.ops
+        # By name: it has no types.
+        deepspeed: Any = importlib.import_module("deepspeed")
 
     # Its first start on a CPU would compile this for minutes, and a killed build blocks every later run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

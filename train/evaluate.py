@@ -105,7 +105,7 @@ class Evaluation:
 
 
 def agreement(head: Head, features_SD: Tensor, truth: Truth, chunk: int = 256) -> tuple[int, float, list[int]]:
-    """One head against the full model: equal greedy tokens, sum of min(p, q), both summed, and the head's tokens [S]."""
+    """One head against the full model: equal greedy tokens and min(p, q), both summed, and the head's tokens [S]."""
     top1, acceptance, picks = 0, 0.0, []
     for start in range(0, len(features_SD), chunk):
         part = truth.rows(start, start + chunk)

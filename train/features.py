@@ -42,7 +42,7 @@ def compute(trunk: Trunk, exits: Sequence[int], batch: MicroBatch, chunk: int = 
         state_TD = hidden[stop] = trunk.run(ids_T, positions_T, start, stop, attend, state_TD)
         start = stop
     final_SD = trunk.features(hidden.pop(trunk.n_layers)[rows_S])
-    logits = (trunk.unembed(part_CD).float() for part_CD in final_SD.split(chunk))
+    logits = (trunk.unembed(part_CD).float() for part_CD in torch.split(final_SD, chunk))
     ends = [(part_CV.logsumexp(-1), part_CV.argmax(-1)) for part_CV in logits]
     logsumexp_S = torch.cat([end[0] for end in ends])
     argmax_S = torch.cat([end[1] for end in ends])

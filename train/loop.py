@@ -63,7 +63,8 @@ class Training:
         self.step, self.seconds = state.get("step", 0), state.get("seconds", 0.0)
         self.losses: list[float] = state.get("losses", [])
         self.metrics = Metrics(self.folder, config, self.step, writes=self.engine.rank == 0)
-        self.held_out, self._evaluation = prepared.held_out, None
+        self.held_out = prepared.held_out
+        self._evaluation: Evaluation | None = None
         if self.engine.rank == 0:
             self.cache.prune(self.batches)
 

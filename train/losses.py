@@ -97,7 +97,6 @@ def dense_loss(
         full_CV = unembed(truth.final_SD).float()
     head_CV = unembed(features_CD).float()
     log_q_CV = head_CV.log_softmax(-1)
-    zero = log_q_CV.sum() * 0.0
 
     tau = config.temperature
     log_p_CV = (full_CV / tau).log_softmax(-1)
@@ -108,12 +107,12 @@ def dense_loss(
     # The chance that a sampled draft is accepted (Leviathan et al., arXiv 2211.17192).
     p_CV = (full_CV - truth.logsumexp_S[:, None]).exp()
     accepted_C = torch.minimum(p_CV, log_q_CV.exp()).sum(-1)
-    acceptance = -accepted_C.clamp_min(1e-6).log().sum() if config.acceptance else zero
+    acceptance = -accepted_C.clamp_min(1e-6).log().sum()
 
     ce = _cross_entropy(log_q_CV, truth.targets_S, vocab_ids)
-    loss = zero
-    for weight, part in ((config.kl, kl), (config.ce, ce), (config.acceptance, acceptance)):
-        loss = loss + weight * part if weight else loss
+    parts = ((config.kl, kl), (config.ce, ce), (config.acceptance, acceptance))
+    # A part of no weight is measured only: no gradient runs through its logits-sized tensors.
+    loss = torch.stack([weight * part for weight, part in parts if weight]).sum()
     picks_C = head_CV.argmax(-1) if vocab_ids is None else vocab_ids[head_CV.argmax(-1)]
     top1 = (picks_C == truth.argmax_S).sum()
     metrics = [x.detach().double() for x in (loss, kl, ce, accepted_C.sum(), top1)]

@@ -83,7 +83,7 @@ def _tokens(config: TrainConfig, base: str) -> tuple[int, str]:
 def _sizes(settings: PretrainedConfig, n_layers: int) -> tuple[int, int]:
     """Parameters of the trunk, and of one of its layers, counted on a model without storage."""
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(settings)
+        model: nn.Module = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == n_layers)
     return sum(p.numel() for p in model.parameters()), sum(p.numel() for p in layers[0].parameters())
 

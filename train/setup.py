@@ -1,4 +1,4 @@
-"""Everything a run needs before its first step, cheapest checks first: wrong exits or files are told before weights load."""
+"""Everything a run needs before its first step, cheapest checks first: wrong exits are told before weights load."""
 
 import logging
 import os

@@ -1,6 +1,7 @@
 """`model=tiny`: a random llama with a byte tokenizer, made on the spot, for trying out the whole way in seconds."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -24,7 +25,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         pad_token="<pad>",
         bos_token="<s>",
@@ -46,7 +47,7 @@ def write_tiny(folder: Path) -> None:
         tie_word_embeddings=False,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(2)
-    model = LlamaForCausalLM(config).float().eval()
+    model: Any = LlamaForCausalLM(config)
     with torch.no_grad():
         # The library's own initialisation answers one single token for ever, which would test nothing.
         for name, parameter in model.named_parameters():
@@ -55,7 +56,7 @@ def write_tiny(folder: Path) -> None:
                 parameter.copy_(1.0 + 0.3 * noise)
             else:
                 parameter.copy_(noise * (0.1 if "embed" in name or "lm_head" in name else 0.3))
-    transformers_logging.disable_progress_bar()  # for one file of a few hundred kB
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # for one file of a few hundred kB
     with new_folder(folder) as new:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)

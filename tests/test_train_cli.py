@@ -1,0 +1,140 @@
+"""What a user types: help, recipes, overrides, and ten ways to be wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from train_fixtures import model_folder
+
+from hispec.errors import ConfigError, HiSpecError
+from hispec.model import HiSpecModel
+from hispec.train.cli import load, run
+
+
+def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that a wrong command gives."""
+    with pytest.raises(HiSpecError) as caught:
+        run(list(words))
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_help_is_fast_and_light() -> None:
+    code = "import sys; from hispec.train.cli import run; run(['--help']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "recipe=NAME" in done.stdout and "train.loss.kl" in done.stdout
+
+
+def test_errors_are_one_line_and_exit_2() -> None:
+    words = [sys.executable, "-m", "hispec.train.cli", "recipe=tiny", "train.lrr=1"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: unknown key 'train.lrr'; did you mean 'train.lr'?\n"
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["recipes"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("tiny ") and "random model" in line for line in lines)
+    assert any(line.startswith("smollm2-135m ") for line in lines)
+
+
+def test_every_packaged_recipe_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["recipes"])
+    for line in capsys.readouterr().out.splitlines():
+        name = line.split()[0]
+        assert load([f"recipe={name}"]).run_dir == f"runs/{name}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["recipe=tiny", "train.lerning_rate=1"], "unknown key 'train.lerning_rate'"),
+        (["recipe=tinny"], "unknown recipe 'tinny'; did you mean 'tiny'?"),
+        (["train.lr=1"], "give one recipe=NAME; there are: "),
+        (["recipe=tiny", "train.lr"], "'train.lr' is not a setting"),
+        (["recipe=tiny", "--lr", "1"], "unknown option '--lr'"),
+        (["recipe=tiny", "train.lr=fast"], "train.lr: "),
+        (["recipe=tiny", "train.lr=-1"], "train.lr: "),
+        (["recipe=tiny", "train.zero=4"], "train.zero: "),
+        (["recipe=tiny", "train.loss.kl=0"], "nothing to learn"),
+        (["recipe=tiny", "exits=[0]"], "exits: 0 is out of range; legal exits of this model are 1..5"),
+        (["recipe=tiny", "exits=[6]"], "exits: 6 is out of range"),
+        (["recipe=tiny", "exits=[2,2]"], "names an exit twice"),
+        (["recipe=tiny", "exits=[4,2]"], "must rise"),
+        (["recipe=tiny", "heads=[{kind: norm}]"], "heads: 1 given for 2 exits"),
+        (["recipe=tiny", "data.files=[nothing.jsonl]"], "'nothing.jsonl' matches no file"),
+        (["recipe=tiny", "data.prompts=everyday"], "answers=trunk"),
+        (["recipe=tiny", "data.samples=2"], "temperature"),
+        (["recipe=tiny", "data.stdlib_tokens=0"], "no source of text"),
+        (["recipe=tiny", "model=no_such_folder"], "no such folder"),
+        (["recipe=tiny", "eval.prompts=weekend"], "neither a packaged list (everyday) nor a file"),
+        (["recipe=tiny", "chat_template=nothing.jinja"], "chat_template 'nothing.jinja' cannot be read"),
+        (["recipe=tiny", "head.vocab_size=5000"], "does not reduce a vocabulary"),
+        (["--config-dir", "nowhere", "recipe=tiny"], "is not a folder"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert message in fails(capsys, *words, f"run_dir={tmp_path / 'run'}")
+
+
+def test_bad_rows_are_told_with_their_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one"}\n{"text": \n')
+    words = ["recipe=tiny", f"data.files=[{path}]", f"run_dir={tmp_path / 'run'}"]
+    assert "rows.jsonl:2: not valid JSON" in fails(capsys, *words)
+    path.write_text("")
+    assert "rows.jsonl holds no rows" in fails(capsys, *words)
+
+
+def test_an_unwritable_run_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot write" in fails(capsys, "recipe=tiny", f"run_dir={tmp_path / 'file' / 'run'}")
+
+
+def test_m21_exits_are_checked_before_weights_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model_folder(tmp_path, "llama_gqa")
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    words = ["recipe=tiny", f"model={folder}", "exits=[7]", f"run_dir={tmp_path / 'run'}"]
+    assert "7 is out of range; legal exits of this model are 1..5" in fails(capsys, *words)
+
+
+def test_t16_the_launchers_flag_is_taken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    run(["--local_rank=0", "recipes"])
+    assert "tiny" in capsys.readouterr().out
+
+
+def test_overrides_recipes_of_ones_own_and_what_they_build_on(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("# Mine.\ndefaults: [tiny, _self_]\ntrain:\n  lr: 0.5\n")
+    words, folder = ["recipe=mine", "exits=[2,3]", "data.temperature=0.5", "wandb.mode=offline"], tmp_path
+    settings = load(words, folder)
+    assert (settings.train.lr, settings.exits, settings.data.temperature) == (0.5, [2, 3], 0.5)
+    assert settings.model == "tiny" and settings.run_dir == "runs/mine"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(["recipe=tiny", "exits=[1"])
+
+
+def test_plan_prints_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["recipe=tiny", "plan=true", f"run_dir={tmp_path / 'run'}"])
+    out = capsys.readouterr().out
+    for word in ("model", "device", "exit 1", "steps", "memory", "trainable", "export"):
+        assert word in out
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"tiny"}
+
+
+def test_the_tiny_recipe_runs_and_its_answers_too(tmp_path: Path) -> None:
+    """The whole way: prompts, answers by the trunk, text, training, evaluation, export."""
+    words = ["recipe=tiny", f"run_dir={tmp_path / 'run'}", "train.max_steps=3", "data.stdlib_tokens=500"]
+    run([*words, "data.prompts=everyday", "data.max_prompts=5", "data.answers=trunk", "data.max_new_tokens=10"])
+    exported = HiSpecModel.from_pretrained(tmp_path / "run" / "heads")
+    assert exported.exits == (1, 3)
+    assert len((tmp_path / "run" / "answers.jsonl").read_text().splitlines()) == 6
+    config = json.loads((tmp_path / "run" / "heads" / "config.json").read_text())
+    assert config["training"]["data"]["answers"] == "trunk" and len(config["metrics"]["exits"]) == 2
