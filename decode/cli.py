@@ -103,15 +103,16 @@ def _file(options: DecodeOptions) -> None:
     rows = read_prompts(Path(options.prompts), _params(options).model_dump())
     output = OutputFile(Path(options.output), options, rows, options.overwrite)
     try:
-        if output.done:
-            print(f"{output.done} of {len(rows)} lines are there already", file=sys.stderr)
-        if output.done < len(rows):
+        missing = output.missing
+        if len(missing) < len(rows):
+            print(f"{len(rows) - len(missing)} of {len(rows)} lines are there already", file=sys.stderr)
+        if missing:
             decoder = _decoder(options)
             prompts = list(render(rows, decoder.model.tokenizer, options.template, options.system))
-            first = output.done
-            params = [row.params for row in rows]
-            for completion in decoder.generate_as_completed(prompts[first:], params[first:], progress=True):
-                output.write(first + completion.index, completion)
+            wanted = [prompts[number] for number in missing]
+            params = [rows[number].params for number in missing]
+            for completion in decoder.generate_as_completed(wanted, params, progress=True):
+                output.write(missing[completion.index], completion)
             _print_stats(options, decoder)
         output.finish()
     finally:

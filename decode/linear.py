@@ -2,8 +2,8 @@
 
 Decoding multiplies one to a few dozen rows with each weight, and a general matrix product is not made for that: its
 cost may double from one row to two. oneDNN's prepacked layout reads the weight once for any small row count, so
-verifying several tokens costs what one costs. Which is faster is measured per shape when a decoder is made; the winner
-is kept.
+verifying several tokens costs what one costs. Which is faster is measured per shape when a decoder is made, and the
+winner is kept.
 
 Letters: R rows, I inputs, O outputs.
 """
@@ -48,23 +48,20 @@ def prepack(roots: Iterable[nn.Module]) -> list[nn.Linear]:
     """
     if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return []
-    changed: list[nn.Linear] = []
-    faster: dict[tuple[int, int], bool] = {}
-    seen: set[int] = set()
+    by_shape: dict[torch.Size, dict[nn.Linear, PackedLinear]] = {}
     for module in (m for root in roots for m in root.modules()):
-        if type(module) is not nn.Linear or id(module) in seen or "forward" in vars(module):
-            continue
-        seen.add(id(module))
-        weight = module.weight
-        if weight.device.type != "cpu" or weight.dtype != torch.float32:
-            continue
-        shape = (weight.shape[0], weight.shape[1])
-        packed = PackedLinear(weight, module.bias)
-        if shape not in faster:
-            faster[shape] = _is_faster(packed, shape[1])
-        if faster[shape]:
-            module.forward = packed  # type: ignore[method-assign, assignment]
-            changed.append(module)
+        if type(module) is nn.Linear and "forward" not in vars(module):
+            weight = module.weight
+            if weight.device.type == "cpu" and weight.dtype == torch.float32:
+                same = by_shape.setdefault(weight.shape, {})
+                if module not in same:
+                    same[module] = PackedLinear(weight, module.bias)
+    changed: list[nn.Linear] = []
+    for same in by_shape.values():
+        if _is_faster(list(same.values())):
+            for module, packed in same.items():
+                module.forward = packed  # type: ignore[method-assign, assignment]
+                changed.append(module)
     return changed
 
 
@@ -74,21 +71,20 @@ def unpack(modules: Iterable[nn.Linear]) -> None:
         vars(module).pop("forward", None)
 
 
-def _is_faster(packed: PackedLinear, n_inputs: int) -> bool:
-    # In decoding every weight comes from memory, so it must here: larger than any cache, read between the timings.
-    evict = torch.zeros(32 << 20)
+def _is_faster(same: list[PackedLinear]) -> bool:
+    """Whether prepacked weights win, for all layers of one shape in turn: so a weight has left the caches when its turn
+    comes again, as in decoding."""
     own = library = 0.0
     for n in _ROWS_MEASURED:
-        x = torch.randn(n, n_inputs)
-        own += _seconds(lambda x=x: packed(x), evict)  # type: ignore[misc]
-        library += _seconds(lambda x=x: F.linear(x, packed.weight_OI), evict)  # type: ignore[misc]
+        x = torch.randn(n, same[0].weight_OI.shape[1])
+        own += _seconds(lambda x=x: [packed(x) for packed in same])  # type: ignore[misc]
+        library += _seconds(lambda x=x: [F.linear(x, packed.weight_OI) for packed in same])  # type: ignore[misc]
     return own < library
 
 
-def _seconds(run: Callable[[], Tensor], evict: Tensor, repeats: int = 3) -> float:
+def _seconds(run: Callable[[], list[Tensor]], repeats: int = 3) -> float:
     times = []
     for _ in range(repeats):
-        evict.sum()
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)

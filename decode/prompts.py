@@ -1,7 +1,7 @@
 """Prompt files: lines of JSON in, lines of JSON out, resumable.
 
-While a run lasts its lines lie in OUTPUT.part, in the order of the prompts, behind one line that identifies the run.
-What a killed run has left there is kept; at the end the file takes its name.
+While a run lasts its lines lie in OUTPUT.part, as they are finished, behind one line that identifies the run. What a
+killed run has left there is kept; at the end they are put in the order of the prompts, and the file takes its name.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from hispec.decode.request import Completion, SamplingParams
 from hispec.errors import ConfigError, DataError, FileError, RequestError
 
 _SOURCES = ("prompt", "messages", "prompt_ids")
+_WRITTEN = ("index", "text", "finish_reason", "prompt_tokens", "completion_tokens", "ids")
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,17 @@ def _row(path: Path, number: int, line: str, defaults: Mapping[str, Any]) -> Pro
     except ConfigError as error:
         raise DataError(f"{where}: {error}") from None
     rest = {key: value for key, value in data.items() if key not in sources and key not in own}
+    if clash := [key for key in _WRITTEN if key in rest]:
+        raise DataError(f"{where}: key {clash[0]!r} is one that the output has for itself; rename it")
     return PromptRow(number, sources[0], data[sources[0]], params, rest)
 
 
 class OutputFile:
-    """Completions, one JSON line each, in the order of the prompts."""
+    """Completions, one JSON line each, in the order of the prompts when all are there.
+
+    Attributes:
+        missing: numbers of the rows that have no completion yet.
+    """
 
     def __init__(self, path: Path, identity: Config, rows: list[PromptRow], overwrite: bool) -> None:
         """Open for appending what is missing; `identity` is what makes a run the same run.
@@ -86,17 +93,17 @@ class OutputFile:
             raise FileError(f"output: {path} exists; choose another name, or give overwrite=true")
         digest = hashlib.sha256(repr((identity, [(r.content, r.params, r.rest) for r in rows])).encode()).hexdigest()
         header = json.dumps({"hispec_run": digest}) + "\n"
-        self.done = self._left_by_killed_run(header)
+        done = self._left_by_killed_run(header)
+        self.missing = [number for number in range(len(rows)) if number not in done]
         try:
             self._file = self.part.open("a", encoding="utf-8")
-            if not self.done and self._file.tell() == 0:
+            if self._file.tell() == 0:
                 self._file.write(header)
         except OSError as error:
             raise FileError(f"output: cannot write {self.part}: {error.strerror}; choose another place") from None
-        self._early: dict[int, str] = {}
 
     def write(self, number: int, completion: Completion) -> None:
-        """Write row `number`'s completion when all before it are written."""
+        """Write row `number`'s completion."""
         row = self.rows[number]
         line = {
             "index": number,
@@ -108,19 +115,15 @@ class OutputFile:
             "completion_tokens": len(completion.ids),
             "ids": completion.ids,
         }
-        self._early[number] = json.dumps(line, ensure_ascii=False) + "\n"
-        while self.done in self._early:
-            self._file.write(self._early.pop(self.done))
-            self.done += 1
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
 
     def finish(self) -> None:
         """Give the complete file its name."""
         self._file.close()
         final = self.part.with_name(self.part.name + ".final")
-        with self.part.open("rb") as part, final.open("wb") as out:
-            part.readline()
-            out.writelines(part)
+        lines = self.part.read_bytes().splitlines(keepends=True)[1:]
+        final.write_bytes(b"".join(sorted(lines, key=_number)))
         os.replace(final, self.path)
         self.part.unlink()
 
@@ -129,20 +132,23 @@ class OutputFile:
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def _left_by_killed_run(self, header: str) -> int:
+    def _left_by_killed_run(self, header: str) -> set[int]:
         if not self.part.exists():
-            return 0
+            return set()
         lines = self.part.read_bytes().splitlines(keepends=True)
         if lines and lines[0] != header.encode():
-            raise FileError(
-                f"output: {self.part} is from a run with other prompts or settings; delete it to start anew"
-            )
+            raise FileError(f"output: {self.part} is from a run with other prompts or settings; delete it to start anew")
         whole = [line for line in lines if line.endswith(b"\n")]
         if len(whole) < len(lines):
             # The kill came in the middle of a line.
             with self.part.open("r+b") as file:
                 file.truncate(sum(map(len, whole)))
-        return max(0, len(whole) - 1)
+        return {_number(line) for line in whole[1:]}
+
+
+def _number(line: bytes) -> int:
+    number: int = json.loads(line)["index"]
+    return number
 
 
 def render(rows: list[PromptRow], tokenizer: Any, template: bool, system: str | None) -> Iterator[str | list[int]]:

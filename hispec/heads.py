@@ -63,8 +63,11 @@ class Head(nn.Module):
         attention: Any = next(m for m in self.block.modules() if hasattr(m, "layer_idx"))
         attention.layer_idx = trunk.n_layers + slot
         self.kv = (trunk.n_layers + slot, trunk.kv_shapes[self.place])
-        self.out = nn.Linear(trunk.hidden_size, trunk.hidden_size, bias=False)
+        # Reads the block's whole output, not what it adds: so it can also take back what the exit's state is made of, which
+        # at a shallow exit is mostly a few large constant directions that mean nothing to the unembedding.
+        self.out = nn.Linear(trunk.hidden_size, trunk.hidden_size)
         nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
 
     @property
     def trunk(self) -> Trunk:
@@ -92,7 +95,7 @@ class Head(nn.Module):
     def finish(self, hidden_TD: Tensor, block_TD: Tensor | None) -> Tensor:
         """`features` for callers that have already run the head's block."""
         if block_TD is not None:
-            hidden_TD = hidden_TD + self.out(block_TD - hidden_TD)
+            hidden_TD = hidden_TD + self.out(block_TD)
         elif self.config.kind == "mlp":
             hidden_TD = hidden_TD + self.mlp(hidden_TD)
         return self.trunk.project(hidden_TD if self.norm is None else self.norm(hidden_TD))
