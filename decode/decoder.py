@@ -158,7 +158,7 @@ class Decoder:
         """Make the pool large enough; a pool that is large enough is kept."""
         sizes = sorted((blocks_for(s.n_prompt + s.params.max_new_tokens) for s in sequences), reverse=True)
         wanted = self.kv_blocks or sum(sizes[: self.max_batch])
-        if self._cache is None or self._pool.n_blocks < wanted:
+        if self._cache is None or self._pool.n_free < wanted:
             self._cache = make_cache(self.levels, wanted)
             self._pool = BlockPool(wanted)
 

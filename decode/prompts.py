@@ -137,7 +137,9 @@ class OutputFile:
             return set()
         lines = self.part.read_bytes().splitlines(keepends=True)
         if lines and lines[0] != header.encode():
-            raise FileError(f"output: {self.part} is from a run with other prompts or settings; delete it to start anew")
+            raise FileError(
+                f"output: {self.part} is from a run with other prompts or settings; delete it to start anew"
+            )
         whole = [line for line in lines if line.endswith(b"\n")]
         if len(whole) < len(lines):
             # The kill came in the middle of a line.

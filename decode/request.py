@@ -1,9 +1,9 @@
 """What is asked of the decoder and what it answers."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hispec.config import Config
 
@@ -26,7 +26,7 @@ class SamplingParams(Config):
     """Same seed, same output; null draws one."""
     max_new_tokens: int = Field(default=128, ge=1)
     """Most tokens to generate."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end the text; not part of it."""
     stop_ids: list[int] = Field(default_factory=list)
     """Token ids that end the text, besides the model's own."""
@@ -34,6 +34,11 @@ class SamplingParams(Config):
     """Go on past the model's own stop tokens, to max_new_tokens."""
     rule: Literal["coupled", "rejection"] = "coupled"
     """When sampling: coupled gives exactly what plain sampling gives for the seed; rejection accepts a little more."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_string(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
 
     @property
     def greedy(self) -> bool:

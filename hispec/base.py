@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -41,6 +42,8 @@ def load_base(
             tokenizer: Any = AutoTokenizer.from_pretrained(source, revision=revision)
         except OSError as error:
             raise FileError(f"model {name!r} cannot be loaded: {_first_line(error)}") from None
+        except SafetensorError as error:
+            raise FileError(f"model {name!r} has damaged weights ({error}); fetch it again") from None
         except ValueError as error:
             raise UnsupportedModelError(f"model {name!r}: {_first_line(error)}") from None
     return model.to(device), tokenizer

@@ -63,8 +63,8 @@ class Head(nn.Module):
         attention: Any = next(m for m in self.block.modules() if hasattr(m, "layer_idx"))
         attention.layer_idx = trunk.n_layers + slot
         self.kv = (trunk.n_layers + slot, trunk.kv_shapes[self.place])
-        # Reads the block's whole output, not what it adds: so it can also take back what the exit's state is made of, which
-        # at a shallow exit is mostly a few large constant directions that mean nothing to the unembedding.
+        # Reads the block's whole output, not what it adds: so it can also take back the exit's own state, which at a
+        # shallow exit is mostly a few large constant directions that mean nothing to the unembedding.
         self.out = nn.Linear(trunk.hidden_size, trunk.hidden_size)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)

@@ -16,7 +16,7 @@ from hispec.errors import ConfigError, FileError
 from hispec.train.config import TrainConfig
 from hispec.version import __version__
 
-PACKAGES = ("torch", "transformers", "deepspeed", "safetensors", "peft")
+PACKAGES = ("torch", "transformers", "deepspeed", "safetensors")
 
 
 class Metrics:

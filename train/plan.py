@@ -89,7 +89,11 @@ def _sizes(settings: PretrainedConfig, n_layers: int) -> tuple[int, int]:
 
 
 def _trained(head: HeadConfig, hidden: int, n_block: int) -> int:
-    extra = {"norm": 0, "mlp": round(3 * head.width * hidden * hidden) + hidden, "block": n_block + hidden * hidden}
+    extra = {
+        "norm": 0,
+        "mlp": round(3 * head.width * hidden * hidden) + hidden,
+        "block": n_block + (hidden + 1) * hidden,
+    }
     return hidden + extra[head.kind]
 
 
