@@ -4,19 +4,18 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
 from tqdm import tqdm
 
 from hispec.decode.blocks import BlockPool, blocks_for
 from hispec.decode.cache import KVCache
 from hispec.decode.engine import Engine, make_cache, make_levels
-from hispec.decode.linear import prepack, unpack
 from hispec.decode.policy import parse_policy
 from hispec.decode.request import Completion, SamplingParams
 from hispec.decode.sequence import Sequence as Live
 from hispec.decode.stats import LevelStats, Stats
 from hispec.decode.text import TextStream
 from hispec.errors import ConfigError, RequestError
+from hispec.linear import prepack, unpack
 from hispec.model import HiSpecModel
 
 Prompt = str | list[int]
@@ -60,10 +59,10 @@ class Decoder:
         self.stats = Stats([LevelStats(level.stop) for level in self.levels])
         self._cache: KVCache | None = None
         self._pool = BlockPool(0)
-        self._packed = prepack(self._modules())
+        self._packed = prepack(model.heads)
 
     def close(self) -> None:
-        """Give back what this decoder changed in the model (the layout of its weights) and its memory."""
+        """Give back what this decoder changed in the heads (the layout of their weights) and its memory."""
         unpack(self._packed)
         self._packed, self._cache, self._pool = [], None, BlockPool(0)
 
@@ -167,10 +166,6 @@ class Decoder:
             if head.exit == exit_:
                 return head
         raise ConfigError(f"exits: {exit_} has no head; this model has heads at {list(self.model.exits)}")
-
-    def _modules(self) -> list[nn.Module]:
-        heads = [level.head for level in self.levels]
-        return [self.model.trunk.model, *self.model.heads, *(head.unembed.wrapper for head in heads)]
 
     @staticmethod
     def _is_many(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hispec.attention import Attend
 from hispec.config import HeadConfig
 from hispec.errors import ConfigError
+from hispec.linear import unpack
 from hispec.trunk import KVShape, Placed, Trunk, Unembedding
 
 
@@ -60,6 +61,7 @@ class Head(nn.Module):
     def _add_block(self, trunk: Trunk, exit_: int, slot: int) -> None:
         self.place = min(exit_, trunk.n_layers - 1)
         self.block = copy.deepcopy(trunk.layers[self.place]).requires_grad_(True)
+        unpack(self.block.modules())  # these weights are to change
         attention: Any = next(m for m in self.block.modules() if hasattr(m, "layer_idx"))
         attention.layer_idx = trunk.n_layers + slot
         self.kv = (trunk.n_layers + slot, trunk.kv_shapes[self.place])

@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hispec.attention import NAME, Attend, PackedAttention, attending
 from hispec.errors import UnsupportedModelError
+from hispec.linear import prepack
 
 Layer = Callable[..., Any]
 # A placed layer: where in the trunk's list it stands, and the module that stands there.
@@ -113,7 +114,7 @@ class Unembedding:
                 rows.bias = nn.Parameter(full.bias.detach()[ids], requires_grad=False)
             name = next(name for name, module in model._modules.items() if module is full)
             self.wrapper._modules[name] = rows
-            self.rows = rows
+            prepack([rows])
         self.vocab_ids = vocab_ids
 
     def __call__(self, features_TD: Tensor) -> Tensor:
@@ -160,6 +161,7 @@ class Trunk:
         self._walk = _Layers(self.layers)
         self._probe(owner, attribute)
         self.unembed = Unembedding(model)
+        prepack([model])
 
     @property
     def dtype(self) -> torch.dtype:

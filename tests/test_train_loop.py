@@ -86,7 +86,8 @@ def test_t02_t03_t04_every_zero_stage_trains_the_heads_only(tmp_path: Path, name
         run.train_step()
     assert run.engine.n_parameters == expected
     held = sum(p.numel() for p in run.engine.optimized)
-    assert held in (0, expected) or zero == 3 or held - expected < 16  # ZeRO pads its flat buffer
+    # ZeRO keeps flat copies, padded a little; stage 3 holds its own elsewhere.
+    assert held == expected if zero == 0 else held <= expected + 16
     assert digest(run.model.trunk.model.named_parameters()) == before
     twin = Training(
         config(tmp_path, folder, run_dir=str(tmp_path / "twin"), train__weight_decay=0.1, train__accumulation=2)

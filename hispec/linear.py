@@ -1,13 +1,14 @@
-"""Linear layers for few rows on a CPU.
+"""Linear layers on a CPU, for weights that stay as they are.
 
 Decoding multiplies one to a few dozen rows with each weight, and a general matrix product is not made for that: its
 cost may double from one row to two. oneDNN's prepacked layout reads the weight once for any small row count, so
-verifying several tokens costs what one costs. Which is faster is measured per shape when a decoder is made, and the
-winner is kept.
+verifying several tokens costs what one costs; on some processors it is the faster one for many rows too. Which is
+faster is measured per shape, and the winner is kept. The weights themselves are not touched.
 
 Letters: R rows, I inputs, O outputs.
 """
 
+import copy
 import time
 from collections.abc import Callable, Iterable
 
@@ -15,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Above this the library's own product is as good, and training's many rows go there.
-MAX_ROWS = 64
+# Smaller layers cost what their call costs, in either layout.
+_MIN_WEIGHTS = 1 << 16
 _ROWS_MEASURED = (1, 4)
 
 
 class PackedLinear:
-    """The forward of one nn.Linear over a prepacked copy of its weight, for few rows and no gradient."""
+    """The forward of an nn.Linear over a prepacked copy of its weight; where a gradient is wanted, the library's."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.weight_OI, self.bias_O = weight_OI, bias_O
@@ -31,9 +32,12 @@ class PackedLinear:
         self.state = (self.weight_OI._version, self.weight_OI.data_ptr())
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight_OI.detach(), 4)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "PackedLinear":
+        return PackedLinear(copy.deepcopy(self.weight_OI, memo), copy.deepcopy(self.bias_O, memo))
+
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
-        if x.requires_grad or x.numel() > MAX_ROWS * x.shape[-1]:
+        if torch.is_grad_enabled() and (x.requires_grad or self.weight_OI.requires_grad):
             return F.linear(x, self.weight_OI, self.bias_O)
         if self.state != (self.weight_OI._version, self.weight_OI.data_ptr()):
             self._pack()  # a head that was trained on since
@@ -52,7 +56,7 @@ def prepack(roots: Iterable[nn.Module]) -> list[nn.Linear]:
     for module in (m for root in roots for m in root.modules()):
         if type(module) is nn.Linear and "forward" not in vars(module):
             weight = module.weight
-            if weight.device.type == "cpu" and weight.dtype == torch.float32:
+            if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= _MIN_WEIGHTS:
                 same = by_shape.setdefault(weight.shape, {})
                 if module not in same:
                     same[module] = PackedLinear(weight, module.bias)
@@ -65,7 +69,7 @@ def prepack(roots: Iterable[nn.Module]) -> list[nn.Linear]:
     return changed
 
 
-def unpack(modules: Iterable[nn.Linear]) -> None:
+def unpack(modules: Iterable[nn.Module]) -> None:
     """Take back what `prepack` changed."""
     for module in modules:
         vars(module).pop("forward", None)
