@@ -47,10 +47,10 @@ class BenchOptions(Config):
     """Tokens generated per prompt, less where the model stops by itself."""
     template: bool = True
     """Wrap each prompt as a user's message in the model's chat template, if it has one."""
-    one_exit: str = "fixed:2"
-    """Policy of single-layer speculation, which drafts at the shallowest exit."""
-    two_exits: str = "fixed:2,4"
-    """Policy of hierarchical decoding with all exits."""
+    one_exit: str = "fixed:1"
+    """Policy of single-layer speculation, which drafts at the shallowest exit; short drafts suit weak exits."""
+    two_exits: str = "fixed:1,1"
+    """Policy of hierarchical decoding with all exits; the paper's is fixed:2,4."""
     hf: bool = True
     """Measure Hugging Face's generate too."""
     threads: int | None = Field(default=None, ge=1)
