@@ -48,7 +48,8 @@ def _explain(cls: type[Config], error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return unknown_key(path, known_keys(cls))
+        keys = known_keys(cls)
+        return unknown_key(path, {*keys, *(key.partition(".")[0] for key in keys)})
     if first["type"] == "missing":
         return f"{path}: a value is needed and none was given; add {path}=..."
     message = first["msg"].removeprefix("Value error, ")
