@@ -123,7 +123,8 @@ class OutputFile:
         self._file.close()
         final = self.part.with_name(self.part.name + ".final")
         lines = self.part.read_bytes().splitlines(keepends=True)[1:]
-        final.write_bytes(b"".join(sorted(lines, key=_number)))
+        lines.sort(key=_number)
+        final.write_bytes(b"".join(lines))
         os.replace(final, self.path)
         self.part.unlink()
 
