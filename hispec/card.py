@@ -7,8 +7,11 @@ from huggingface_hub import ModelCard, ModelCardData
 from hispec.checkpoint import CheckpointConfig
 
 
-def write_card(config: CheckpointConfig) -> str:
-    """Markdown with the Hub's metadata block: what the heads are, what was measured, the lines that use them."""
+def write_card(config: CheckpointConfig, name: str) -> str:
+    """Markdown with the Hub's metadata block: what the heads are, what was measured, the lines that use them.
+
+    `name`: what a reader gives to `from_pretrained`.
+    """
     local = config.base.id.startswith(("/", ".", "package:"))
     data = ModelCardData(
         library_name="hispec",
@@ -27,7 +30,7 @@ def write_card(config: CheckpointConfig) -> str:
         ),
         "## Use",
         "```python\nfrom hispec import Decoder, HiSpecModel\n"
-        'decoder = Decoder(HiSpecModel.from_pretrained("THIS_REPOSITORY"))\n'
+        f'decoder = Decoder(HiSpecModel.from_pretrained("{name}"))\n'
         'print(decoder.generate("Once upon a time")[0].text)\n```',
         "## Measured",
         _metrics(config.metrics),

@@ -61,7 +61,7 @@ class HiSpecModel:
     @classmethod
     def from_base(
         cls,
-        base: str,
+        base: str | os.PathLike[str],
         exits: Sequence[int] = (),
         head: HeadConfig | None = None,
         *,
@@ -73,18 +73,19 @@ class HiSpecModel:
 
         Models pre-trained for early exit (LayerSkip's) decode well this way; `exits=()` decodes plainly.
         """
-        model, tokenizer = load_base(base, revision, dtype, device)
+        name = os.fspath(base)
+        model, tokenizer = load_base(name, revision, dtype, device)
         trunk = Trunk(model)
         exits = check_exits(exits, trunk.n_layers)
         heads = make_heads(trunk, exits, [head or HeadConfig(kind="norm")] * len(exits))
-        return cls(trunk, tokenizer, heads, base, revision)
+        return cls(trunk, tokenizer, heads, name, revision)
 
     @classmethod
     def from_pretrained(
         cls,
         heads: str | os.PathLike[str],
         *,
-        base: str | None = None,
+        base: str | os.PathLike[str] | None = None,
         revision: str | None = None,
         dtype: torch.dtype | None = None,
         device: str = "cpu",
@@ -100,7 +101,7 @@ class HiSpecModel:
         folder = _fetch(os.fspath(heads), revision)
         config = checkpoint.read_config(folder)
         tensors = checkpoint.read_tensors(folder)
-        name = base or config.base.id
+        name = os.fspath(base or config.base.id)
         model, tokenizer = load_base(name, None if base else config.base.revision, dtype, device)
         trunk = Trunk(model)
         checkpoint.check_base(config.base.fingerprint, checkpoint.fingerprint(trunk, tokenizer), name)
@@ -125,8 +126,12 @@ class HiSpecModel:
         loaded.training, loaded.metrics = config.training, config.metrics
         return loaded
 
-    def save_pretrained(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None, *, repo_id: str | None = None
+    ) -> None:
         """Write the heads folder (not the trunk); `dtype` None keeps the heads' own.
+
+        `repo_id`: the Hub repository that the model card tells readers to load.
 
         Raises:
             FileError: the place cannot be written.
@@ -148,7 +153,9 @@ class HiSpecModel:
             metrics=self.metrics,
         )
         tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in self.heads.state_dict().items()}
-        checkpoint.save(Path(folder), config, tensors, write_card(config), self.generation, template)
+        checkpoint.save(
+            Path(folder), config, tensors, write_card(config, repo_id or Path(folder).name), self.generation, template
+        )
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, revision: str | None = None, token: str | None = None
@@ -157,7 +164,7 @@ class HiSpecModel:
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent) / "heads"
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, repo_id=repo_id)
             api.create_repo(repo_id, private=private, exist_ok=True)
             if revision is not None:
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
