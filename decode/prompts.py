@@ -103,7 +103,11 @@ class OutputFile:
             raise FileError(f"output: cannot write {self.part}: {error.strerror}; choose another place") from None
 
     def write(self, number: int, completion: Completion) -> None:
-        """Write row `number`'s completion."""
+        """Write row `number`'s completion.
+
+        Raises:
+            FileError: it cannot be written; what is there stays.
+        """
         row = self.rows[number]
         line = {
             "index": number,
@@ -115,23 +119,40 @@ class OutputFile:
             "completion_tokens": len(completion.ids),
             "ids": completion.ids,
         }
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._full(error) from None
 
     def finish(self) -> None:
-        """Give the complete file its name."""
-        self._file.close()
+        """Give the complete file its name.
+
+        Raises:
+            FileError: it cannot be written; what is there stays.
+        """
         final = self.part.with_name(self.part.name + ".final")
-        lines = self.part.read_bytes().splitlines(keepends=True)[1:]
-        lines.sort(key=_number)
-        final.write_bytes(b"".join(lines))
-        os.replace(final, self.path)
-        self.part.unlink()
+        try:
+            self._file.close()
+            lines = self.part.read_bytes().splitlines(keepends=True)[1:]
+            lines.sort(key=_number)
+            final.write_bytes(b"".join(lines))
+            os.replace(final, self.path)
+            self.part.unlink()
+        except OSError as error:
+            final.unlink(missing_ok=True)
+            raise self._full(error) from None
 
     def close(self) -> None:
         """Leave what is finished for the next run."""
         with contextlib.suppress(OSError):
             self._file.close()
+
+    def _full(self, error: OSError) -> FileError:
+        return FileError(
+            f"output: cannot write beside {self.path}: {error.strerror}; free space and give the same command again,"
+            f" finished lines are kept in {self.part}"
+        )
 
     def _left_by_killed_run(self, header: str) -> set[int]:
         if not self.part.exists():

@@ -36,6 +36,8 @@ class Stats:
     """Tokens generated."""
     prefills: int = 0
     """Passes of the last level that served prompts only."""
+    verdicts: int = 0
+    """Times the last level decided for one sequence, prompts left out."""
     seconds: float = 0.0
     """Wall time."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
@@ -51,9 +53,6 @@ class Stats:
         """Tokens that one full pass of one sequence yields, the first after the prompt left out; None without any."""
         # In a batch one pass serves many sequences; per sequence it is one verdict of the last level.
         return (self.tokens - self.prompts) / self.verdicts if self.verdicts else None
-
-    verdicts: int = 0
-    """Times the last level decided for one sequence, prompts left out."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -60,9 +60,8 @@ def attention(
         mask_QK = build(n_queries, n_keys, window, q_HQD.device, group)
     q_HRD = q_HQD.reshape(n_kv_heads, group * n_queries, head_dim)
     if cap is None:
-        out_HRD = F.scaled_dot_product_attention(q_HRD[None], k_HKD[None], v_HKD[None], attn_mask=mask_QK, scale=scale)[
-            0
-        ]
+        out_1HRD = F.scaled_dot_product_attention(q_HRD[None], k_HKD[None], v_HKD[None], mask_QK, scale=scale)
+        out_HRD = out_1HRD[0]
     else:
         score_HRK = cap * torch.tanh(q_HRD @ k_HKD.transpose(1, 2) * scale / cap)
         if mask_QK is not None:

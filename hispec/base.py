@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from hispec.errors import FileError, UnsupportedModelError
+from hispec.errors import FileError, UnsupportedModelError, first_line
 
 log = logging.getLogger("hispec")
 PACKAGE = "package:"
@@ -35,17 +35,16 @@ def load_base(
         FileError: nothing is there. UnsupportedModelError: transformers has no causal LM for it.
     """
     source = locate(name)
-    with _quiet():
+    with quiet():
         try:
-            AutoConfig.from_pretrained(source, revision=revision)
             model: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype or "auto")
             tokenizer: Any = AutoTokenizer.from_pretrained(source, revision=revision)
         except OSError as error:
-            raise FileError(f"model {name!r} cannot be loaded: {_first_line(error)}") from None
+            raise FileError(f"model {name!r} cannot be loaded: {first_line(error)}") from None
         except SafetensorError as error:
             raise FileError(f"model {name!r} has damaged weights ({error}); fetch it again") from None
         except ValueError as error:
-            raise UnsupportedModelError(f"model {name!r}: {_first_line(error)}") from None
+            raise UnsupportedModelError(f"model {name!r}: {first_line(error)}") from None
     return model.to(device), tokenizer
 
 
@@ -89,7 +88,7 @@ def _converted(gguf: Path) -> Path:
         return target
     log.warning("converting %s once, into %s", gguf.name, target)
     if importlib.util.find_spec("gguf") is None:
-        raise FileError(f"{gguf.name} is a GGUF file; run: pip install 'hispec[gguf]'")
+        raise FileError(f"{gguf.name} is a GGUF file; run: pip install gguf")
     model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # transformers refuses to save a model that is still marked as quantised, though its weights no longer are.
@@ -129,15 +128,15 @@ def new_folder(target: Path) -> Iterator[Path]:
             target.rename(old)
         folder.rename(target)
         shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise FileError(f"cannot write {target}: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:  # safetensors tells a full disk its own way
+        raise FileError(f"cannot write {target}: {first_line(error)}; free space or choose another folder") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Loading a model is not worth five progress bars."""
+def quiet() -> Iterator[None]:
+    """No progress bars of transformers: loading or saving a model is not worth five of them."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -145,7 +144,3 @@ def _quiet() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

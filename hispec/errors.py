@@ -45,6 +45,12 @@ class DivergedError(HiSpecError, ArithmeticError):
     """Training or decoding produced numbers that are not finite."""
 
 
+def first_line(error: Exception) -> str:
+    """What a library's error says first: a message of ours quotes no more than that."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def command(main: Callable[[list[str]], None]) -> Callable[[], None]:
     """Turn `main(argv)` into a console entry point: a HiSpecError is one line on stderr and exit code 2, Ctrl-C 130."""
 

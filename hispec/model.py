@@ -18,7 +18,7 @@ from hispec.base import load_base, locate
 from hispec.card import write_card
 from hispec.checkpoint import BaseInfo, CheckpointConfig, HeadEntry
 from hispec.config import HeadConfig, check_exits
-from hispec.errors import CheckpointError, FileError
+from hispec.errors import CheckpointError, FileError, first_line
 from hispec.heads import Head, make_heads
 from hispec.trunk import Trunk
 from hispec.version import __version__
@@ -186,8 +186,8 @@ def _fetch(name: str, revision: str | None) -> Path:
             f"heads {name!r}: neither a folder here nor a repository on the Hub (or it is private)"
         ) from None
     except (OSError, HfHubHTTPError, HFValidationError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise FileError(f"heads {name!r}: no such folder, and the Hub did not deliver it: {line}") from None
+        why = first_line(error)
+        raise FileError(f"heads {name!r}: no such folder, and the Hub did not deliver it: {why}") from None
 
 
 def _portable(base: str) -> str:

@@ -59,7 +59,7 @@ def test_a_packed_model_says_the_same_and_is_given_back() -> None:
     with decoding(with_heads(own, (2, 4))) as decoder:
         for module in linears:
             # Packed even where it is not faster here.
-            module.forward = PackedLinear(module.weight, module.bias)  # type: ignore
+            module.forward = PackedLinear(module.weight, module.bias)  # type: ignore[method-assign, assignment]
             decoder._packed.append(module)
         got = decoder.generate(PROMPTS, SamplingParams(max_new_tokens=16, ignore_eos=True))
         assert [completion.ids for completion in got] == wanted("llama_gqa", PROMPTS, 16)

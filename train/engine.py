@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hispec.attention import PackedAttention
-from hispec.errors import CheckpointError, FileError
+from hispec.errors import CheckpointError, FileError, first_line
 from hispec.heads import Head
 from hispec.train.config import OptimConfig
 
@@ -145,9 +145,8 @@ class Engine:
             with _quiet():
                 path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
-            line = str(error).strip().splitlines()[0]
             raise CheckpointError(
-                f"checkpoint {folder / tag} cannot be read ({line}); remove it, or give resume=never"
+                f"checkpoint {folder / tag} cannot be read ({first_line(error)}); remove it, or give resume=never"
             ) from None
         if path is None:
             raise CheckpointError(f"checkpoint {folder / tag} is incomplete; remove it, or give resume=never")

@@ -45,11 +45,18 @@ class Metrics:
             self._wandb = _start_wandb(folder, config)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Write one line; values may be nested."""
+        """Write one line; values may be nested.
+
+        Raises:
+            FileError: it cannot be written.
+        """
         if not self._writes:
             return
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as error:
+            raise FileError(f"cannot write {self.path}: {error.strerror}; free space and go on") from None
         if self._wandb is not None:
             self._wandb.log(values, step=step)
 

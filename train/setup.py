@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from hispec.base import load_base, locate
 from hispec.config import HeadConfig
-from hispec.errors import DataError, FileError, UnsupportedModelError
+from hispec.errors import DataError, FileError, UnsupportedModelError, first_line
 from hispec.heads import make_heads
 from hispec.model import HiSpecModel
 from hispec.train import engine, sources, tiny
@@ -101,9 +101,9 @@ def base_config(base: str, revision: str | None) -> PretrainedConfig:
         found: PretrainedConfig = AutoConfig.from_pretrained(locate(base), revision=revision)
         return found
     except OSError as error:
-        raise FileError(f"model {base!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+        raise FileError(f"model {base!r} cannot be loaded: {first_line(error)}") from None
     except ValueError as error:
-        raise UnsupportedModelError(f"model {base!r}: {str(error).strip().splitlines()[0]}") from None
+        raise UnsupportedModelError(f"model {base!r}: {first_line(error)}") from None
 
 
 def device() -> str:

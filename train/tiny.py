@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
-from hispec.base import new_folder
+from hispec.base import new_folder, quiet
 
 NAME = "tiny"
 SPECIAL = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
@@ -56,7 +55,6 @@ def write_tiny(folder: Path) -> None:
                 parameter.copy_(1.0 + 0.3 * noise)
             else:
                 parameter.copy_(noise * (0.1 if "embed" in name or "lm_head" in name else 0.3))
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # for one file of a few hundred kB
-    with new_folder(folder) as new:
+    with quiet(), new_folder(folder) as new:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
