@@ -1,5 +1,6 @@
 """hispec-train: a recipe and overrides in, a heads folder out. Nothing heavy is imported before it is needed."""
 
+import importlib.util
 import logging
 import os
 import sys
@@ -44,6 +45,8 @@ def run(argv: list[str]) -> None:
         for name, path in sorted(_recipes(own).items()):
             print(f"{name:20s} {_first_line(path)}")
         return
+    if missing := [name for name in ("hydra", "deepspeed") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"training needs {' and '.join(missing)}; run: pip install 'hispec[train]'")
     config = load(words, own)
     # Only now what takes seconds to import.
     from hispec.train.engine import rank
