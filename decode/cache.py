@@ -25,6 +25,8 @@ class KVCache:
             CapacityError: the memory is not there.
         """
         n_slots = n_blocks * BLOCK_SIZE
+        # Neighbouring blocks are one slice there, others have to be gathered at every step.
+        self.likes_neighbours = device.type == "cpu"
         try:
             self.keys = {
                 i: torch.zeros(n_slots, s.heads, s.key_size, dtype=dtype, device=device) for i, s in shapes.items()
@@ -36,6 +38,15 @@ class KVCache:
             raise CapacityError(
                 f"KV pool: no memory for {n_blocks} blocks of {BLOCK_SIZE} tokens; lower max_batch or max_new_tokens"
             ) from None
+
+    @torch.inference_mode()
+    def copy(self, source: Sequence_[int], target: Sequence_[int]) -> None:
+        """Copy whole blocks to others, in every layer."""
+        device = next(iter(self.keys.values())).device
+        from_S = torch.tensor([b * BLOCK_SIZE + i for b in source for i in range(BLOCK_SIZE)], device=device)
+        to_S = torch.tensor([b * BLOCK_SIZE + i for b in target for i in range(BLOCK_SIZE)], device=device)
+        for stored_SHD in (*self.keys.values(), *self.values.values()):
+            stored_SHD[to_S] = stored_SHD[from_S]
 
 
 @dataclass(frozen=True)

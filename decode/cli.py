@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hispec.config import parse_assignments
 from hispec.decode.options import DecodeOptions, help_text
 from hispec.decode.request import SamplingParams
-from hispec.errors import ConfigError, command
+from hispec.errors import ConfigError, DivergedError, command
 
 if TYPE_CHECKING:
     from hispec.decode.decoder import Decoder
@@ -37,6 +37,8 @@ def _check(options: DecodeOptions) -> None:
         raise ConfigError(f"output={options.output} goes with prompts=FILE; a single prompt is printed")
     if options.prompts is not None and options.output is None:
         raise ConfigError(f"prompts={options.prompts} needs output=FILE")
+    if options.n > 1 and options.prompts is None:
+        raise ConfigError(f"n={options.n} goes with prompts=FILE output=FILE; a single prompt is streamed once")
     if options.heads == "shared" and not options.exits:
         raise ConfigError("heads=shared needs the exits to read at, such as exits=[4,8]")
 
@@ -65,7 +67,14 @@ def _decoder(options: DecodeOptions) -> "Decoder":
             options.model, base=options.base, revision=options.revision, dtype=dtype, device=device
         )
         exits = options.exits
-    return Decoder(model, exits=exits, policy=options.policy, max_batch=options.max_batch, kv_blocks=options.kv_blocks)
+    return Decoder(
+        model,
+        exits=exits,
+        policy=options.policy,
+        max_batch=options.max_batch,
+        kv_blocks=options.kv_blocks,
+        prefill_chunk=options.prefill_chunk,
+    )
 
 
 def _is_heads(name: str) -> bool:
@@ -102,6 +111,7 @@ def _file(options: DecodeOptions) -> None:
     assert options.prompts is not None and options.output is not None
     rows = read_prompts(Path(options.prompts), _params(options).model_dump())
     output = OutputFile(Path(options.output), options, rows, options.overwrite)
+    failed = 0
     try:
         missing = output.missing
         if len(missing) < len(rows):
@@ -114,9 +124,14 @@ def _file(options: DecodeOptions) -> None:
             for completion in decoder.generate_as_completed(wanted, params, progress=True):
                 output.write(missing[completion.index], completion)
             _print_stats(options, decoder)
+            failed = decoder.stats.finish_reasons.get("error", 0)
         output.finish()
     finally:
         output.close()
+    if failed:
+        raise DivergedError(
+            f"{failed} of {len(rows)} requests failed; their lines in {options.output} say why in 'error'"
+        )
 
 
 def _chat(options: DecodeOptions) -> None:

@@ -1,31 +1,40 @@
 """The decoder that people use: prompts in, completions out."""
 
-import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
 from hispec.decode.blocks import BlockPool, blocks_for
-from hispec.decode.cache import KVCache
 from hispec.decode.engine import Engine, make_cache, make_levels
 from hispec.decode.policy import parse_policy
 from hispec.decode.request import Completion, SamplingParams
 from hispec.decode.sequence import Sequence as Live
-from hispec.decode.stats import LevelStats, Stats
+from hispec.decode.stats import Stats
 from hispec.decode.text import TextStream
-from hispec.errors import ConfigError, RequestError
+from hispec.errors import ConfigError, DivergedError, RequestError
 from hispec.linear import prepack, unpack
 from hispec.model import HiSpecModel
 
 Prompt = str | list[int]
 
 
+@dataclass(frozen=True)
+class Update:
+    """What a step brought for one continuation: its new tokens, and all of it once it has finished."""
+
+    index: int
+    choice: int
+    ids: list[int]
+    completion: Completion | None
+
+
 class Decoder:
     """Decodes with a model's heads, losslessly.
 
     Attributes:
-        stats: counts of the last call.
+        stats: counts of the last call of a method that takes prompts.
     """
 
     def __init__(
@@ -36,12 +45,16 @@ class Decoder:
         policy: str = "fixed:2,4",
         max_batch: int = 8,
         kv_blocks: int | None = None,
+        prefill_chunk: int = 512,
     ) -> None:
         """`exits`: which of the model's exits to use, all by default; `()` is plain decoding.
 
-        `policy`: `fixed:DRAFT,VERIFY`, draft length and how many survivors the full model waits for.
+        `policy`: `fixed:DRAFT,VERIFY`, draft length and how many survivors the full model waits for; behind `:now`, a
+        sequence does not wait for the others of its batch.
         `max_batch`: most sequences decoded at a time. `kv_blocks`: size of the KV pool in blocks of 16 tokens; by
-        default what the largest `max_batch` requests of a call may need.
+        default what the largest `max_batch` requests of a call may need. A pool that is too small for that is shared
+        out as far as it goes, and the youngest requests wait or run again later.
+        `prefill_chunk`: longer prompts go through the model in pieces, between which the others go on.
 
         Raises:
             ConfigError: an exit without a head, or a policy that makes no sense.
@@ -50,21 +63,26 @@ class Decoder:
         heads = model.heads_list if exits is None else [self._head(exit_) for exit_ in exits]
         if [head.exit for head in heads] != sorted({head.exit for head in heads}):
             raise ConfigError(f"exits: {list(exits or ())} must rise and name each exit once")
-        if max_batch < 1:
-            raise ConfigError(f"max_batch: {max_batch} must be 1 or more")
+        for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise ConfigError(f"{name}: {value} must be 1 or more")
         self.levels = make_levels(model.trunk, heads)
         self.policy = parse_policy(policy, len(self.levels))
-        self.max_batch, self.kv_blocks = max_batch, kv_blocks
+        self.max_batch, self.kv_blocks, self.prefill_chunk = max_batch, kv_blocks, prefill_chunk
         self.stop_ids = _stop_ids(model)
-        self.stats = Stats([LevelStats(level.stop) for level in self.levels])
-        self._cache: KVCache | None = None
-        self._pool = BlockPool(0)
+        self.requests: dict[int, list[Live]] = {}
+        self._n_requests = 0
         self._packed = prepack(model.heads)
+        self._engine = self._new_engine(0)
+
+    @property
+    def stats(self) -> Stats:
+        return self._engine.stats
 
     def close(self) -> None:
         """Give back what this decoder changed in the heads (the layout of their weights) and its memory."""
         unpack(self._packed)
-        self._packed, self._cache, self._pool = [], None, BlockPool(0)
+        self._packed, self._engine = [], self._new_engine(0)
 
     def generate(
         self,
@@ -73,13 +91,13 @@ class Decoder:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """Continue every prompt (text, or token ids); completions come in the order of the prompts.
+        """Continue every prompt (text, or token ids); completions come in the order of the prompts, `n` of each.
 
         Raises:
             RequestError: a prompt is empty or too long. CapacityError: the KV pool cannot hold it.
         """
-        done = {c.index: c for c in self.generate_as_completed(prompts, params, progress=progress)}
-        return [done[index] for index in sorted(done)]
+        done = self.generate_as_completed(prompts, params, progress=progress)
+        return sorted(done, key=lambda completion: (completion.index, completion.choice))
 
     def generate_as_completed(
         self,
@@ -88,57 +106,123 @@ class Decoder:
         *,
         progress: bool = False,
     ) -> Iterator[Completion]:
-        """As `generate`, each completion as soon as it is finished; `index` tells whose it is."""
-        with tqdm(total=self._count(prompts), desc="decode", unit="prompt", disable=None if progress else True) as bar:
-            for sequence, _ in self._run(prompts, params, eager=False):
+        """As `generate`, each completion as soon as it is finished; `index` and `choice` tell whose it is."""
+        sequences = self._sequences(prompts, params, eager=False)
+        with tqdm(total=len(sequences), desc="decode", unit="text", disable=None if progress else True) as bar:
+            for sequence, _ in self._run(sequences):
                 bar.set_postfix_str(f"{self.stats.tokens_per_second:.0f} tokens/s", refresh=False)
                 if sequence.finish_reason is not None:
                     bar.update()
                     yield _completion(sequence)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Continue one prompt, piece by piece: whole characters, never part of a stop string."""
-        for sequence, _ in self._run(prompt, params, eager=True):
+        """Continue one prompt, piece by piece: whole characters, never part of a stop string.
+
+        Raises:
+            DivergedError: the model's logits are not finite.
+        """
+        for sequence, _ in self._run(self._single(prompt, params, eager=True)):
+            if sequence.error is not None:
+                raise DivergedError(sequence.error)
             if sequence.finish_reason is not None:
                 sequence.text.finish()
             if piece := sequence.text.take(final=sequence.finish_reason is not None):
                 yield piece
 
     def stream_ids(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[int]:
-        """Continue one prompt, token id by token id, as they are committed."""
-        for _, tokens in self._run(prompt, params, eager=False):
-            yield from tokens
+        """Continue one prompt, token id by token id, as they are committed.
 
-    def _run(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, eager: bool
-    ) -> Iterator[tuple[Live, list[int]]]:
-        sequences = self._sequences(prompts, params, eager)
+        Raises:
+            DivergedError: the model's logits are not finite.
+        """
+        for sequence, tokens in self._run(self._single(prompt, params, eager=False)):
+            yield from tokens
+            if sequence.error is not None:
+                raise DivergedError(sequence.error)
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Take a request in, to be decoded by calls of `step` together with those that are there; returns its number.
+
+        Raises:
+            RequestError: the prompt is empty or too long. CapacityError: the KV pool could never hold it.
+        """
+        sequences = self._choices(self._n_requests, prompt, params or SamplingParams(), eager=False)
         self._reserve(sequences)
-        assert self._cache is not None
-        engine = Engine(self.levels, self.policy, self._cache, self._pool, self.max_batch)
         for sequence in sequences:
-            engine.add(sequence)
-        self.stats = engine.stats
-        start = time.perf_counter()
-        for item in engine.run():
-            self.stats.seconds = time.perf_counter() - start
-            yield item
+            self._engine.add(sequence)
+        self.requests[self._n_requests] = sequences
+        self._n_requests += 1
+        return self._n_requests - 1
+
+    def step(self) -> list[Update]:
+        """Run one level for the requests that were added; returns what is new. A finished request is forgotten."""
+        self._engine.step()
+        updates = []
+        for number, sequences in list(self.requests.items()):
+            for sequence in [s for s in sequences if s.fresh or s.finish_reason is not None]:
+                fresh, sequence.fresh = sequence.fresh, []
+                done = sequence.finish_reason is not None
+                updates.append(Update(number, sequence.choice, fresh, _completion(sequence) if done else None))
+                if done:
+                    sequences.remove(sequence)
+            if not sequences:
+                del self.requests[number]
+        return updates
+
+    def cancel(self, number: int) -> None:
+        """End a request; the next `step` tells what it had got to, with finish reason abort."""
+        for sequence in self.requests.get(number, []):
+            self._engine.cancel(sequence)
+
+    def _run(self, sequences: list[Live]) -> Iterator[tuple[Live, list[int]]]:
+        """Decode these to their end; yields each with its new tokens. Whoever stops listening cancels what is left."""
+        self._reserve(sequences)
+        if not self._engine.busy:
+            self._engine.count_anew()
+        try:
+            for sequence in sequences:
+                self._engine.add(sequence)
+            waiting = sequences
+            while waiting:
+                if not any(sequence.fresh for sequence in waiting):
+                    self._engine.step()
+                for sequence in waiting:
+                    if sequence.fresh or sequence.finish_reason is not None:
+                        fresh, sequence.fresh = sequence.fresh, []
+                        yield sequence, fresh
+                # A caller may have gone on with other calls meanwhile, and these with them.
+                waiting = [sequence for sequence in waiting if sequence.finish_reason is None or sequence.fresh]
+        finally:
+            for sequence in sequences:
+                self._engine.cancel(sequence)
 
     def _sequences(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, eager: bool
     ) -> list[Live]:
-        n = self._count(prompts)
-        listed: Sequence[Any] = prompts if self._is_many(prompts) else [prompts]
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * n
-        if len(each) != n:
-            raise RequestError(f"{n} prompts but {len(each)} sampling parameters; give one for all, or one each")
+        is_many = not isinstance(prompts, str) and not (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
+        listed: Sequence[Any] = prompts if is_many else [prompts]
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+        if len(each) != len(listed):
+            raise RequestError(
+                f"{len(listed)} prompts but {len(each)} sampling parameters; give one for all, or one each"
+            )
+        numbered = enumerate(zip(listed, each, strict=True))
+        return [live for index, (prompt, own) in numbered for live in self._choices(index, prompt, own, eager)]
+
+    def _single(self, prompt: Prompt, params: SamplingParams | None, eager: bool) -> list[Live]:
+        if params is not None and params.n > 1:
+            raise RequestError(f"n={params.n} continuations cannot be streamed one after another; use generate")
+        return self._choices(0, prompt, params or SamplingParams(), eager)
+
+    def _choices(self, index: int, prompt: Prompt, params: SamplingParams, eager: bool) -> list[Live]:
+        """The sequences of one request."""
+        ids = self.model.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
+        self._check(index, ids, params)
+        vocab_size, tokenizer = self.model.trunk.vocab_size, self.model.tokenizer
         sequences = []
-        for index, (prompt, own) in enumerate(zip(listed, each, strict=True)):
-            ids = self.model.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
-            self._check(index, ids, own)
-            text = TextStream(self.model.tokenizer, own.stop, eager)
-            trunk = self.model.trunk
-            sequences.append(Live(index, ids, own, len(self.levels), trunk.vocab_size, self.stop_ids, text))
+        for choice in range(params.n):
+            text = TextStream(tokenizer, params.stop, eager, params.min_new_tokens)
+            sequences.append(Live(index, ids, params, len(self.levels), vocab_size, self.stop_ids, text, choice))
         return sequences
 
     def _check(self, index: int, ids: list[int], params: SamplingParams) -> None:
@@ -152,14 +236,21 @@ class Decoder:
                 f"prompt {index}: {len(ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the model's"
                 f" {trunk.max_positions} positions; shorten the prompt or lower max_new_tokens"
             )
+        if bad := [token for token in params.logit_bias if not 0 <= token < trunk.vocab_size]:
+            raise RequestError(
+                f"prompt {index}: logit_bias names token {bad[0]}, the vocabulary is 0..{trunk.vocab_size - 1}"
+            )
 
     def _reserve(self, sequences: list[Live]) -> None:
-        """Make the pool large enough; a pool that is large enough is kept."""
+        """Make the pool large enough, unless somebody is using it; one that is large enough is kept."""
         sizes = sorted((blocks_for(s.n_prompt + s.params.max_new_tokens) for s in sequences), reverse=True)
         wanted = self.kv_blocks or sum(sizes[: self.max_batch])
-        if self._cache is None or self._pool.n_free < wanted:
-            self._cache = make_cache(self.levels, wanted)
-            self._pool = BlockPool(wanted)
+        if self._engine.pool.n_blocks < wanted and not self._engine.busy:
+            self._engine = self._new_engine(wanted)
+
+    def _new_engine(self, n_blocks: int) -> Engine:
+        cache, pool = make_cache(self.levels, n_blocks), BlockPool(n_blocks)
+        return Engine(self.levels, self.policy, cache, pool, self.max_batch, self.prefill_chunk)
 
     def _head(self, exit_: int) -> Any:
         for head in self.model.heads_list:
@@ -167,19 +258,19 @@ class Decoder:
                 return head
         raise ConfigError(f"exits: {exit_} has no head; this model has heads at {list(self.model.exits)}")
 
-    @staticmethod
-    def _is_many(prompts: Prompt | Sequence[Prompt]) -> bool:
-        return not isinstance(prompts, str) and not (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
-
-    def _count(self, prompts: Prompt | Sequence[Prompt]) -> int:
-        return len(prompts) if self._is_many(prompts) else 1
-
 
 def _completion(sequence: Live) -> Completion:
     assert sequence.finish_reason is not None
     ids = sequence.ids[sequence.n_prompt : sequence.n_committed]
     return Completion(
-        sequence.index, sequence.ids[: sequence.n_prompt], ids, sequence.text.finish(), sequence.finish_reason
+        index=sequence.index,
+        choice=sequence.choice,
+        prompt_ids=sequence.ids[: sequence.n_prompt],
+        ids=ids,
+        text=sequence.text.finish(),
+        finish_reason=sequence.finish_reason,
+        logprobs=None if sequence.params.logprobs is None else sequence.sampler.logprobs[: len(ids)],
+        error=sequence.error,
     )
 
 

@@ -3,15 +3,17 @@
 A hierarchy is a list of levels. One level is plain decoding, two are single-layer speculation, three are HiSpec.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterator
 
 import torch
 
-from hispec.decode.blocks import BlockPool, blocks_for
+from hispec.decode.blocks import BLOCK_SIZE, BlockPool, blocks_for
 from hispec.decode.cache import KVCache
 from hispec.decode.level import Level, Task
 from hispec.decode.policy import Action, Policy
+from hispec.decode.request import FinishReason
 from hispec.decode.sequence import Sequence
 from hispec.decode.stats import LevelStats, Stats
 from hispec.errors import CapacityError
@@ -27,13 +29,37 @@ def make_levels(trunk: Trunk, heads: list[Head]) -> list[Level]:
 
 
 class Engine:
-    """Decodes a batch that sequences join and leave at any step."""
+    """Decodes a batch that sequences join and leave at any step.
 
-    def __init__(self, levels: list[Level], policy: Policy, cache: KVCache, pool: BlockPool, max_batch: int) -> None:
-        self.levels, self.policy, self.cache, self.pool, self.max_batch = levels, policy, cache, pool, max_batch
-        self.stats = Stats([LevelStats(level.stop) for level in levels])
+    Attributes:
+        queue: sequences that wait for room, in order of arrival.
+        live: sequences that hold blocks, in order of arrival: whoever is preempted is the youngest.
+    """
+
+    def __init__(
+        self,
+        levels: list[Level],
+        policy: Policy,
+        cache: KVCache,
+        pool: BlockPool,
+        max_batch: int,
+        prefill_chunk: int = 512,
+    ) -> None:
+        """`prefill_chunk`: most prompt tokens that are on their way through the levels at a time."""
+        self.levels, self.policy, self.cache, self.pool = levels, policy, cache, pool
+        self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.queue: deque[Sequence] = deque()
         self.live: list[Sequence] = []
+        self.count_anew()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence is there."""
+        return bool(self.live or self.queue)
+
+    def count_anew(self) -> None:
+        """Start new statistics."""
+        self.stats = Stats([LevelStats(level.stop) for level in self.levels])
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it joins when there is room.
@@ -41,65 +67,189 @@ class Engine:
         Raises:
             CapacityError: the pool could never hold it.
         """
-        need = self._blocks(sequence)
+        need = blocks_for(sequence.n_prompt + sequence.params.max_new_tokens)
         if need > self.pool.n_blocks:
             raise CapacityError(
                 f"request {sequence.index} needs {need} KV blocks, the pool has {self.pool.n_blocks}; raise kv_blocks"
             )
         self.queue.append(sequence)
 
+    def cancel(self, sequence: Sequence) -> None:
+        """Let a sequence leave as it is, unless it has finished."""
+        if sequence in self.live:
+            self._leave(sequence, "abort")
+        elif sequence in self.queue:
+            self.queue.remove(sequence)
+            sequence.finish_reason = "abort"
+
     def run(self) -> Iterator[tuple[Sequence, list[int]]]:
         """Decode until nothing is left; yields each sequence with the tokens it has just committed."""
         try:
-            while self.queue or self.live:
-                self._admit()
-                level, tasks = self._next_step()
-                fresh = {id(task.sequence) for task in tasks if task.sequence.prefilling}
-                level.step(tasks, self.cache, self.stats.levels[level.index])
-                if level is self.levels[-1]:
-                    self.stats.prefills += len(fresh) == len(tasks)
-                    self.stats.verdicts += len(tasks) - len(fresh)
-                    yield from self._commit([task.sequence for task in tasks])
+            while self.busy:
+                for sequence in self.step():
+                    fresh, sequence.fresh = sequence.fresh, []
+                    if fresh:
+                        yield sequence, fresh
         finally:
-            for sequence in self.live:
-                self.pool.free(sequence.table)
-            self.live.clear()
-            self.queue.clear()
+            for sequence in [*self.live, *self.queue]:
+                self.cancel(sequence)
+
+    def step(self) -> list[Sequence]:
+        """Run one level on all sequences that want it next; returns those that have committed tokens or left.
+
+        Raises:
+            CapacityError: the memory is not there. Whatever is raised, all sequences have left.
+        """
+        if not self.busy:
+            return []
+        start = time.perf_counter()
+        try:
+            self._admit()
+            level, tasks = self._next()
+            tasks = self._make_room(tasks)
+            return self._run(level, tasks) if tasks else []
+        except BaseException as error:
+            for sequence in [*self.live, *self.queue]:
+                self.cancel(sequence)
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                raise CapacityError(
+                    f"out of memory in a step of {self.max_batch} sequences; lower max_batch={self.max_batch},"
+                    f" prefill_chunk={self.prefill_chunk} or kv_blocks={self.pool.n_blocks}"
+                ) from None
+            raise
+        finally:
+            self.stats.seconds += time.perf_counter() - start
 
     def _admit(self) -> None:
-        """Let queued sequences join, first come first served, each with all the blocks it may ever need."""
-        while self.queue and len(self.live) < self.max_batch and self._blocks(self.queue[0]) <= self.pool.n_free:
-            sequence = self.queue.popleft()
-            sequence.table = self.pool.allocate(self._blocks(sequence))
-            self.live.append(sequence)
+        """Let queued sequences join, first come first served, as long as the pool has room for what they know."""
+        while self.queue and len(self.live) < self.max_batch and self._join(self.queue[0]):
+            self.live.append(self.queue.popleft())
 
-    def _next_step(self) -> tuple[Level, list[Task]]:
-        """The lowest level that any sequence wants next, and all that want it; the others wait to join them above."""
-        wanted = [(sequence, self._action(sequence)) for sequence in self.live]
-        lowest = min(action.level for _, action in wanted)
-        return self.levels[lowest], [Task(s, action.read) for s, action in wanted if action.level == lowest]
+    def _join(self, sequence: Sequence) -> bool:
+        """Give a sequence its blocks, and start it behind the prefix that is remembered; False: not now."""
+        assert sequence.goal is not None
+        limit = sequence.goal[-1] - 1  # one token at least has to run: there must be logits
+        known = self.pool.find(sequence.ids[:limit])
+        next_block = (len(known) + 1) * BLOCK_SIZE
+        if next_block <= limit and any(
+            other.prefilling and other.ids[:next_block] == sequence.ids[:next_block] for other in self.live
+        ):
+            return False  # somebody is just computing what both begin with
+        self.pool.share(known)
+        own = blocks_for(len(sequence.ids)) - len(known)
+        whole = blocks_for(sequence.n_prompt + sequence.params.max_new_tokens)
+        # One block each, so that those who are there do not push the new one out at once.
+        if not self._reclaim(own + len(self.live)):
+            self.pool.free(known)
+            return False
+        if self.cache.likes_neighbours and known and whole <= self.pool.n_free:
+            # To copy once costs less than to gather at every step.
+            sequence.table = self.pool.allocate(whole)
+            self.cache.copy(known, sequence.table[: len(known)])
+            self.pool.free(known)
+        else:
+            more = whole - len(known) if whole - len(known) <= self.pool.n_free else own
+            sequence.table = known + self.pool.allocate(more, self._neighbour(known))
+        sequence.counts = [len(known) * BLOCK_SIZE] * len(self.levels)
+        sequence.n_remembered, sequence.serial = len(known), self.pool.serial_of(known)
+        self.stats.shared_tokens += len(known) * BLOCK_SIZE
+        return True
 
-    def _action(self, sequence: Sequence) -> Action:
-        if not sequence.prefilling:
+    def _next(self) -> tuple[Level, list[Task]]:
+        """The level that the policy picks among those that sequences want next, and all that want it."""
+        budget = self.prefill_chunk - sum(s.counts[0] - s.counts[-1] for s in self.live if s.goal is not None)
+        wanted = [(sequence, self._action(sequence, budget)) for sequence in self.live]
+        levels = [action.level for _, action in wanted if action is not None]
+        level = self.policy.choose(levels)
+        tasks = []
+        for sequence, action in wanted:
+            if action is None or action.level != level:
+                continue
+            start, stop = sequence.pending(level)
+            if level == 0 and sequence.goal is not None:
+                stop = min(stop, start + budget)
+                budget -= stop - start
+            if stop > start:
+                tasks.append(Task(sequence, start, stop, action.read))
+        return self.levels[level], tasks
+
+    def _action(self, sequence: Sequence, budget: int) -> Action | None:
+        if sequence.goal is None:
             return self.policy.next(sequence.counts, len(sequence.ids), sequence.ended)
-        level = next(k for k, count in enumerate(sequence.counts) if count < sequence.n_prompt)
-        return Action(level, read=level == len(self.levels) - 1)
+        # A prompt goes up chunk by chunk, each through all levels before the next one starts.
+        last = len(self.levels) - 1
+        for level in range(last, 0, -1):
+            start, stop = sequence.pending(level)
+            if stop > start:
+                return Action(level, read=level == last and sequence.prefilling)
+        return Action(0, read=last == 0 and sequence.prefilling) if budget > 0 else None
 
-    def _commit(self, sequences: list[Sequence]) -> Iterator[tuple[Sequence, list[int]]]:
-        for sequence in sequences:
-            tokens = sequence.commit()
-            self.stats.tokens += len(tokens)
+    def _make_room(self, tasks: list[Task]) -> list[Task]:
+        """Blocks for every token of these tasks; where there are none, the youngest sequence gives up its own."""
+        for sequence, _, stop, _ in tasks:
+            while sequence in self.live and (lack := blocks_for(stop) - len(sequence.table)) > 0:
+                if self._reclaim(lack):
+                    sequence.table += self.pool.allocate(lack, self._neighbour(sequence.table))
+                else:
+                    self._preempt(self.live[-1])
+        return [task for task in tasks if task.sequence.table]
+
+    def _reclaim(self, n: int) -> bool:
+        """Whether `n` blocks are free, after taking back, if need be, what sequences hold for tokens to come."""
+        for sequence in reversed(self.live):
+            if self.pool.n_free >= n:
+                break
+            keep = blocks_for(len(sequence.ids))
+            self.pool.free(sequence.table[keep:])
+            del sequence.table[keep:]
+        return self.pool.n_free >= n
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.live.remove(sequence)
+        self.pool.free(sequence.table)
+        sequence.preempt()
+        self.queue.appendleft(sequence)
+        self.stats.preemptions += 1
+
+    def _run(self, level: Level, tasks: list[Task]) -> list[Sequence]:
+        catching_up = {id(task.sequence) for task in tasks if task.sequence.goal is not None}
+        level.step(tasks, self.cache, self.stats.levels[level.index])
+        news = [task.sequence for task in tasks if task.sequence.finish_reason is not None]
+        if level is self.levels[-1]:
+            self.stats.prefills += len(catching_up) == len(tasks)
+            for sequence, *_ in tasks:
+                if sequence.finish_reason is None:
+                    news += self._commit(sequence, id(sequence) not in catching_up)
+        for sequence in news:
             if sequence.finish_reason is not None:
-                self.live.remove(sequence)
-                self.pool.free(sequence.table)
-                self.stats.prompts += 1
-                reasons = self.stats.finish_reasons
-                reasons[sequence.finish_reason] = reasons.get(sequence.finish_reason, 0) + 1
-            if tokens:
-                yield sequence, tokens
+                self._leave(sequence, sequence.finish_reason)
+        return news
 
-    def _blocks(self, sequence: Sequence) -> int:
-        return blocks_for(sequence.n_prompt + sequence.params.max_new_tokens)
+    def _commit(self, sequence: Sequence, is_verdict: bool) -> list[Sequence]:
+        before = sequence.n_committed
+        sequence.commit()
+        n = sequence.n_committed - before
+        self.stats.tokens += n
+        if is_verdict:
+            self.stats.verdicts += 1
+            self.stats.verified += n
+        # Blocks that no rejection can touch any more.
+        for at in range(sequence.n_remembered, sequence.counts[-1] // BLOCK_SIZE):
+            tokens = sequence.ids[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]
+            sequence.serial = self.pool.remember(sequence.table[at], sequence.serial, tokens)
+            sequence.n_remembered = at + 1
+        return [sequence] if n else []
+
+    def _leave(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        self.live.remove(sequence)
+        self.pool.free(sequence.table)
+        sequence.table = []
+        self.stats.prompts += 1
+        self.stats.finish_reasons[reason] = self.stats.finish_reasons.get(reason, 0) + 1
+
+    def _neighbour(self, table: list[int]) -> int | None:
+        return table[-1] if table and self.cache.likes_neighbours else None
 
 
 def make_cache(levels: list[Level], n_blocks: int) -> KVCache:

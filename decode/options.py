@@ -53,11 +53,14 @@ class DecodeOptions(SamplingParams):
     system: str | None = None
     """System message of a chat or of templated prompts."""
     policy: str = "fixed:2,4"
-    """fixed:DRAFT,VERIFY: tokens drafted at a time, and survivors the full model waits for."""
+    """fixed:DRAFT,VERIFY: tokens drafted at a time, and survivors the full model waits for. With :now behind it, a
+    sequence does not wait for the others of its batch."""
     max_batch: int = Field(default=8, ge=1)
     """Most sequences decoded at a time."""
     kv_blocks: int | None = Field(default=None, ge=1)
-    """KV pool size in blocks of 16 tokens; null: what max_batch requests may need."""
+    """KV pool size in blocks of 16 tokens; null: what max_batch requests may need. In a smaller one, requests wait."""
+    prefill_chunk: int = Field(default=512, ge=1)
+    """Most prompt tokens on their way through the model at a time; others go on between the pieces of a long prompt."""
     dtype: Precision = "auto"
     """auto: as the model is stored."""
     device: str = "auto"

@@ -1,7 +1,7 @@
 """Which level runs next. A policy sees counters only, never a token's value beyond "this sequence has ended", so
 whatever it decides, the output stays the full model's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from hispec.errors import ConfigError
@@ -25,6 +25,11 @@ class Policy(Protocol):
         """
         ...
 
+    @property
+    def choose(self) -> Callable[[Iterable[int]], int]:
+        """The level that runs, of those that the sequences of a batch want next; the others wait."""
+        ...
+
 
 class FixedPolicy:
     """The paper's policy (arXiv 2510.01336): level 0 drafts `windows[0]` tokens, level 1 judges them and
@@ -33,8 +38,12 @@ class FixedPolicy:
     The last draft is passed through level 0 before level 1 judges, so that level 1 adds a token of its own (the bonus).
     """
 
-    def __init__(self, n_levels: int, windows: Sequence[int] = (2, 4)) -> None:
-        """`windows`: one per level above the first; missing ones double, further ones are not used."""
+    def __init__(self, n_levels: int, windows: Sequence[int] = (2, 4), waits: bool = True) -> None:
+        """`windows`: one per level above the first; missing ones double, further ones are not used.
+
+        `waits`: a sequence whose window is full waits until the others of its batch are as far, so that one pass
+        serves them all; else it triggers the pass.
+        """
         if any(window < 1 for window in windows) or not windows:
             raise ConfigError(
                 f"policy: {list(windows)} needs at least one window, each 1 or more; the paper's is fixed:2,4"
@@ -44,6 +53,7 @@ class FixedPolicy:
             wanted.append(2 * wanted[-1])
         self.windows = wanted[: n_levels - 1]
         self.last = n_levels - 1
+        self.choose = min if waits else max
 
     def next(self, counts: Sequence[int], length: int, ended: bool) -> Action:
         """See `Policy.next`."""
@@ -64,16 +74,16 @@ class FixedPolicy:
 
 
 def parse_policy(text: str, n_levels: int) -> FixedPolicy:
-    """`fixed:2,4` as typed by a user.
+    """`fixed:2,4` or `fixed:2,4:now` as typed by a user.
 
     Raises:
         ConfigError: unknown name or windows that are not numbers.
     """
-    name, _, numbers = text.partition(":")
-    if name != "fixed":
-        raise ConfigError(f"policy: {text!r} is unknown; legal: fixed:DRAFT,VERIFY such as fixed:2,4")
+    name, numbers, when, *more = [*text.split(":"), "", ""][: max(3, text.count(":") + 1)]
+    if name != "fixed" or when not in ("", "now") or more:
+        raise ConfigError(f"policy: {text!r} is unknown; legal: fixed:DRAFT,VERIFY such as fixed:2,4, or fixed:2,4:now")
     try:
         windows = [int(number) for number in numbers.split(",")] if numbers else [2, 4]
     except ValueError:
         raise ConfigError(f"policy: {text!r} has windows that are not whole numbers; write fixed:2,4") from None
-    return FixedPolicy(n_levels, windows)
+    return FixedPolicy(n_levels, windows, waits=when != "now")

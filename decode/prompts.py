@@ -18,7 +18,9 @@ from hispec.decode.request import Completion, SamplingParams
 from hispec.errors import ConfigError, DataError, FileError, RequestError
 
 _SOURCES = ("prompt", "messages", "prompt_ids")
-_WRITTEN = ("index", "text", "finish_reason", "prompt_tokens", "completion_tokens", "ids")
+_WRITTEN = (
+    "index", "choice", "text", "finish_reason", "prompt_tokens", "completion_tokens", "ids", "logprobs", "error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def _row(path: Path, number: int, line: str, defaults: Mapping[str, Any]) -> Pro
     kind = str if sources[0] == "prompt" else list
     if not isinstance(data[sources[0]], kind):
         raise DataError(f"{where}: {sources[0]} must be a {kind.__name__}, is {type(data[sources[0]]).__name__}")
+    if refused := [key for key in SamplingParams.refused if key in data]:
+        raise DataError(f"{where}: {refused[0]}: {SamplingParams.refused[refused[0]]}")
     own = {key: data[key] for key in SamplingParams.model_fields if key in data}
     try:
         params = SamplingParams.build({**defaults, **own})
@@ -78,7 +82,7 @@ class OutputFile:
     """Completions, one JSON line each, in the order of the prompts when all are there.
 
     Attributes:
-        missing: numbers of the rows that have no completion yet.
+        missing: numbers of the rows that do not have all their completions yet.
     """
 
     def __init__(self, path: Path, identity: Config, rows: list[PromptRow], overwrite: bool) -> None:
@@ -93,8 +97,12 @@ class OutputFile:
             raise FileError(f"output: {path} exists; choose another name, or give overwrite=true")
         digest = hashlib.sha256(repr((identity, [(r.content, r.params, r.rest) for r in rows])).encode()).hexdigest()
         header = json.dumps({"hispec_run": digest}) + "\n"
-        done = self._left_by_killed_run(header)
-        self.missing = [number for number in range(len(rows)) if number not in done]
+        self._done = self._left_by_killed_run(header)
+        self.missing = [
+            number
+            for number, row in enumerate(rows)
+            if not all((number, choice) in self._done for choice in range(row.params.n))
+        ]
         try:
             self._file = self.part.open("a", encoding="utf-8")
             if self._file.tell() == 0:
@@ -109,8 +117,11 @@ class OutputFile:
             FileError: it cannot be written; what is there stays.
         """
         row = self.rows[number]
+        if (number, completion.choice) in self._done:
+            return  # there from a run that was killed between two continuations of a prompt
         line = {
             "index": number,
+            **({"choice": completion.choice} if row.params.n > 1 else {}),
             **row.rest,
             row.source: row.content,
             "text": completion.text,
@@ -118,6 +129,8 @@ class OutputFile:
             "prompt_tokens": len(completion.prompt_ids),
             "completion_tokens": len(completion.ids),
             "ids": completion.ids,
+            **({} if completion.logprobs is None else {"logprobs": completion.logprobs}),
+            **({} if completion.error is None else {"error": completion.error}),
         }
         try:
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -135,7 +148,7 @@ class OutputFile:
         try:
             self._file.close()
             lines = self.part.read_bytes().splitlines(keepends=True)[1:]
-            lines.sort(key=_number)
+            lines.sort(key=_place)
             final.write_bytes(b"".join(lines))
             os.replace(final, self.path)
             self.part.unlink()
@@ -154,7 +167,7 @@ class OutputFile:
             f" finished lines are kept in {self.part}"
         )
 
-    def _left_by_killed_run(self, header: str) -> set[int]:
+    def _left_by_killed_run(self, header: str) -> set[tuple[int, int]]:
         if not self.part.exists():
             return set()
         lines = self.part.read_bytes().splitlines(keepends=True)
@@ -167,12 +180,12 @@ class OutputFile:
             # The kill came in the middle of a line.
             with self.part.open("r+b") as file:
                 file.truncate(sum(map(len, whole)))
-        return {_number(line) for line in whole[1:]}
+        return {_place(line) for line in whole[1:]}
 
 
-def _number(line: bytes) -> int:
-    number: int = json.loads(line)["index"]
-    return number
+def _place(line: bytes) -> tuple[int, int]:
+    data = json.loads(line)
+    return data["index"], data.get("choice", 0)
 
 
 def render(rows: list[PromptRow], tokenizer: Any, template: bool, system: str | None) -> Iterator[str | list[int]]:

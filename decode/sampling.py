@@ -3,19 +3,58 @@
 Letters: R rows (positions), V vocabulary.
 """
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from hispec.decode.request import SamplingParams
+from hispec.decode.request import BANNED, SamplingParams
 
 _GOLDEN, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 _MASK64 = (1 << 64) - 1
 
 
+def adjusted(
+    logits_RV: Tensor,
+    params: SamplingParams,
+    histories: Sequence[Sequence[int]],
+    n_prompt: int,
+    stop_ids: Sequence[int],
+    vocab_ids: Tensor | None = None,
+) -> Tensor:
+    """Logits [R, V] in fp32 after logit_bias, min_new_tokens and the penalties, which see each row's own history.
+
+    `histories`: per row, all tokens before the one that the row predicts, drafts included. `vocab_ids`: the token ids
+    of the columns, where they are a part of the vocabulary.
+    """
+    out_RV = logits_RV.float().clone()
+    column_of = None if vocab_ids is None else {token: at for at, token in enumerate(vocab_ids.tolist())}
+
+    def columns(tokens: Sequence[int]) -> Tensor:
+        listed = tokens if column_of is None else [column_of[token] for token in tokens if token in column_of]
+        return torch.tensor(listed, dtype=torch.long, device=out_RV.device)
+
+    for token, bias in params.logit_bias.items():
+        out_RV[:, columns([token])] += float("-inf") if bias == BANNED else bias
+    barred, size = columns(stop_ids), out_RV.shape[-1]
+    for scores_V, history in zip(out_RV, histories, strict=True):
+        if len(history) - n_prompt < params.min_new_tokens:
+            scores_V[barred] = float("-inf")
+        seen_V = torch.bincount(columns(history), minlength=size) > 0
+        penalised_V = torch.where(
+            scores_V > 0, scores_V / params.repetition_penalty, scores_V * params.repetition_penalty
+        )
+        times_V = torch.bincount(columns(history[n_prompt:]), minlength=size)
+        scores_V.copy_(torch.where(seen_V, penalised_V, scores_V))
+        scores_V -= params.frequency_penalty * times_V + params.presence_penalty * (times_V > 0)
+    return out_RV
+
+
 def processed(logits_RV: Tensor, params: SamplingParams) -> Tensor:
-    """Unnormalised log-probabilities [R, V] in fp64, after temperature, top-k and top-p; dropped tokens are -inf."""
+    """Unnormalised log-probabilities [R, V] in fp64, after temperature, top-k, top-p and min-p, in this order; dropped
+    tokens are -inf."""
     scores_RV = logits_RV.double() / params.temperature
     if 0 < params.top_k < scores_RV.shape[-1]:
         floor_R1 = scores_RV.topk(params.top_k).values[:, -1:]
@@ -27,6 +66,9 @@ def processed(logits_RV: Tensor, params: SamplingParams) -> Tensor:
         gone_RV = (probs_RV.cumsum(-1) - probs_RV) >= params.top_p
         gone_RV[:, 0] = False
         scores_RV = scores_RV.masked_fill(torch.zeros_like(gone_RV).scatter(-1, order_RV, gone_RV), float("-inf"))
+    if params.min_p > 0.0:
+        floor_R1 = scores_RV.amax(-1, keepdim=True) + math.log(params.min_p)
+        scores_RV = scores_RV.masked_fill(scores_RV < floor_R1, float("-inf"))
     return scores_RV
 
 

@@ -10,10 +10,20 @@ REPLACEMENT = "\ufffd"
 class TextStream:
     """The text of one sequence, grown token by token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), eager: bool = False) -> None:
-        """`eager`: decode at every token (streaming); without it and stop strings, decoding waits for the end."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] = (),
+        eager: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """`eager`: decode at every token (streaming); without it and stop strings, decoding waits for the end.
+
+        `min_tokens`: before so many, stop strings are not looked for.
+        """
         self.tokenizer = tokenizer
         self.stop = list(stop)
+        self.min_tokens = min_tokens
         self.ids: list[int] = []
         self._eager = eager or bool(stop)
         # Tokens before `_done` are decoded for good; those from `_context` on are decoded again to see what they add,
@@ -53,6 +63,8 @@ class TextStream:
         longest = max((len(stop) for stop in self.stop), default=1)
         start = max(0, len(self._text) - longest + 1)
         self._text += piece
+        if len(self.ids) < self.min_tokens:
+            return
         found = [at for stop in self.stop if (at := self._text.find(stop, start)) >= 0]
         if found:
             self._text = self._text[: min(found)]

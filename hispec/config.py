@@ -4,7 +4,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,6 +19,8 @@ class Config(BaseModel):
     """Base of every settings class: unknown keys are refused, values cannot change later."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Names that people know from elsewhere and that are not offered here, with the reason."""
 
     @classmethod
     def build(cls: type[C], data: Mapping[str, Any]) -> C:
@@ -48,6 +50,8 @@ def _explain(cls: type[Config], error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
+        if path in cls.refused:
+            return f"{path}: {cls.refused[path]}"
         keys = known_keys(cls)
         return unknown_key(path, {*keys, *(key.partition(".")[0] for key in keys)})
     if first["type"] == "missing":
@@ -107,6 +111,8 @@ def parse_assignments(arguments: Sequence[str], cls: type[Config]) -> dict[str, 
         if not equals:
             raise ConfigError(f"{argument!r} is not an option; options are written key=value, see --help")
         field = cls.model_fields.get(key)
+        if key in cls.refused:
+            raise ConfigError(f"{key}: {cls.refused[key]}")
         if field is None:
             raise ConfigError(unknown_key(key, cls.model_fields))
         values[key] = _parse_value(key, text, _members(field.annotation))

@@ -39,7 +39,7 @@ class Watched(Level):
     now: list[tuple[int, int]] = []
 
     def step(self, tasks: Any, cache: KVCache, stats: LevelStats) -> None:
-        type(self).now = [n for t in tasks for n in t.sequence.ids.numbers[slice(*t.sequence.pending(self.index))]]
+        type(self).now = [n for t in tasks for n in t.sequence.ids.numbers[slice(t.start, t.stop)]]
         super().step(tasks, cache, stats)
 
 
