@@ -1,6 +1,7 @@
 """Typed settings: frozen, validated, and explained by the line under each field."""
 
 import difflib
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,7 +93,8 @@ def field_help(cls: type[BaseModel], last: type[BaseModel] | None = None) -> str
     for name in names:
         field = cls.model_fields[name]
         shown = "" if field.is_required() else f" [{_written(field.get_default(call_default_factory=True))}]"
-        lines.append(f"  {name + shown:28} {field.description}")
+        about = " ".join((field.description or "").split())
+        lines += textwrap.wrap(f"  {name + shown:28} {about}", width=120, subsequent_indent=" " * 31)
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -183,7 +184,8 @@ def test_rejected_tokens_are_never_part_of_a_known_prefix() -> None:
 def test_numbers_that_are_not_finite_end_their_own_request_only() -> None:
     model = build("llama_gqa")
     with torch.no_grad():
-        model.get_input_embeddings().weight[200] = float("nan")
+        embedding: Any = model.get_input_embeddings()
+        embedding.weight[200] = float("nan")
     own = Trunk(model)
     bad = [[5, 200, 9], LONG[0]]
     engine = make_engine(
@@ -250,17 +252,19 @@ def test_a_batch_that_does_not_wait_says_the_same(windows: tuple[int, ...]) -> N
 
 
 def random_params(chance: random.Random, seed: int) -> SamplingParams:
-    options: dict[str, object] = {"max_new_tokens": chance.randint(1, 40), "seed": seed}
+    options: dict[str, Any] = {"max_new_tokens": chance.randint(1, 40), "seed": seed}
     if chance.random() < 0.6:
         options["temperature"] = chance.choice([0.3, 0.8, 1.0, 1.5])
-        for key, values in {"top_k": [1, 3, 50], "top_p": [0.3, 0.9], "min_p": [0.05, 0.3]}.items():
+        filters: dict[str, list[Any]] = {"top_k": [1, 3, 50], "top_p": [0.3, 0.9], "min_p": [0.05, 0.3]}
+        for key, values in filters.items():
             if chance.random() < 0.3:
                 options[key] = chance.choice(values)
-    for key, values in {
+    others: dict[str, list[Any]] = {
         "repetition_penalty": [1.2, 0.9], "presence_penalty": [0.7, -0.4], "frequency_penalty": [0.5],
         "logit_bias": [{7: -100.0, 11: 4.0}], "min_new_tokens": [1], "stop_ids": [[9, 60], [33]],
         "stop": [["e"], ["ab", "q "]], "ignore_eos": [True], "logprobs": [0, 3],
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for key, values in others.items():
         if chance.random() < 0.2:
             options[key] = chance.choice(values)
     return SamplingParams.build(options)

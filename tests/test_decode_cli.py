@@ -13,10 +13,11 @@ from decode_fixtures import byte_tokenizer, random_heads, write_base
 from torch import nn
 
 from hispec import HiSpecModel
+from hispec.config import parse_assignments
 from hispec.decode import cli
 from hispec.decode.options import DecodeOptions
-from hispec.decode.prompts import OutputFile
-from hispec.decode.request import Completion
+from hispec.decode.prompts import OutputFile, PromptRow, read_prompts
+from hispec.decode.request import Completion, SamplingParams
 from hispec.errors import DataError, FileError, HiSpecError
 
 ROOT = Path(__file__).parents[1]
@@ -312,3 +313,68 @@ def test_threads_are_set(typed: Typed, heads: Path) -> None:
 
 def test_errors_are_standard_types_too() -> None:
     assert issubclass(DataError, ValueError) and issubclass(FileError, OSError)
+
+
+# Options that files and the command line carry.
+
+
+def test_several_continuations_have_a_line_each_and_survive_a_kill(typed: Typed, heads: Path, tmp_path: Path) -> None:
+    prompts = jsonl(tmp_path / "in.jsonl", {"prompt": "ab", "n": 3, "tag": 1}, {"prompt": "c", "logprobs": 1})
+    words = [f"model={heads}", f"prompts={prompts}", "temperature=1.0", "seed=5", "max_new_tokens=6"]
+    typed(*words, f"output={tmp_path / 'whole.jsonl'}")
+    rows = read(tmp_path / "whole.jsonl")
+    assert [(row["index"], row.get("choice")) for row in rows] == [(0, 0), (0, 1), (0, 2), (1, None)]
+    assert len({str(row["ids"]) for row in rows[:3]}) == 3 and rows[0]["tag"] == 1
+    assert len(rows[3]["logprobs"]) == len(rows[3]["ids"])  # type: ignore[arg-type]
+    # A run that was killed between two continuations of one prompt.
+    lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
+    part = tmp_path / "again.jsonl.part"
+    output = OutputFile(
+        tmp_path / "again.jsonl",
+        DecodeOptions.build(parse_assignments([*words, f"output={tmp_path / 'again.jsonl'}"], DecodeOptions)),
+        cli_rows(prompts),
+        False,
+    )
+    output.close()
+    part.write_text(part.read_text() + lines[1] + lines[3])
+    typed(*words, f"output={tmp_path / 'again.jsonl'}")
+    assert (tmp_path / "again.jsonl").read_text() == "".join(lines)
+
+
+def cli_rows(prompts: Path) -> list[PromptRow]:
+    return read_prompts(prompts, SamplingParams(temperature=1.0, seed=5, max_new_tokens=6).model_dump())
+
+
+def test_a_failed_request_is_named_and_the_others_are_written(typed: Typed, base: Path, tmp_path: Path) -> None:
+    model = HiSpecModel.from_base(str(base))
+    embedding: torch.nn.Embedding = model.trunk.model.get_input_embeddings()
+    with torch.no_grad():
+        embedding.weight[byte_tokenizer()("z").input_ids] = float("nan")
+    model.trunk.model.save_pretrained(tmp_path / "nan")
+    byte_tokenizer().save_pretrained(tmp_path / "nan")
+    prompts = jsonl(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "z"}, {"prompt": "b"})
+    said = typed.refused(
+        f"model={tmp_path / 'nan'}", "exits=[]", f"prompts={prompts}", f"output={tmp_path / 'out.jsonl'}",
+        "max_new_tokens=4",
+    )  # fmt: skip
+    assert said == f"error: 1 of 3 requests failed; their lines in {tmp_path / 'out.jsonl'} say why in 'error'\n"
+    rows = read(tmp_path / "out.jsonl")
+    assert [row["finish_reason"] == "error" for row in rows] == [False, True, False]
+    assert "logits after layer" in str(rows[1]["error"])
+    assert "logits after layer" in typed.refused(
+        f"model={tmp_path / 'nan'}", "exits=[]", "prompt=z", "max_new_tokens=4"
+    )
+
+
+def test_u02_lists_mappings_and_equals_signs_arrive_as_they_were_meant() -> None:
+    got = DecodeOptions.build(
+        parse_assignments(
+            ["model=a b=c,1@x", "exits=[2, 4]", 'stop=["a=b", "c,d"]', "logit_bias={12: -100, 7: 1.5}",
+             "prompt=x=[1]", "seed=null", "base=", "max_new_tokens=3"],
+            DecodeOptions,
+        )
+    )  # fmt: skip
+    assert (got.model, got.exits, got.stop, got.prompt) == ("a b=c,1@x", [2, 4], ["a=b", "c,d"], "x=[1]")
+    assert got.logit_bias == {12: -100.0, 7: 1.5} and got.seed is None and got.base is None
+    json_like = DecodeOptions.build(parse_assignments(["model=m", 'logit_bias={"12":-100}'], DecodeOptions))
+    assert json_like.logit_bias == {12: -100.0}

@@ -94,8 +94,8 @@ def test_processed_applies_temperature_then_top_k_then_top_p() -> None:
 
 
 BAD: dict[str, Any] = {
-    "temperature": -1, "top_p": 0, "top_k": -1, "max_new_tokens": 0, "min_new_tokens": 7, "repetition_penalty": 1.1,
-    "rule": "lossy", "seed": -1, "logit_bias": {3: -9.0},
+    "temperature": -1, "top_p": 0, "top_k": -1, "max_new_tokens": 0, "min_new_tokens": 129, "repetition_penalty": 0,
+    "rule": "lossy", "seed": -1, "logit_bias": {3: -101.0}, "min_p": 1.5, "n": 0, "logprobs": 21,
 }  # fmt: skip
 
 
