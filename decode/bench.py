@@ -87,7 +87,7 @@ class Contestant:
             counts = [[level.accepted, level.rejected] for level in stats.levels[1:]]
             before = self.judged or [[0, 0]] * len(counts)
             self.judged = [[a + c, r + d] for (a, r), (c, d) in zip(before, counts, strict=True)]
-            self.full = [self.full[0] + stats.tokens - stats.prompts, self.full[1] + stats.verdicts]
+            self.full = [self.full[0] + stats.verified, self.full[1] + stats.verdicts]
 
     def row(self, plain: "Contestant") -> dict[str, Any]:
         """The contestant's line of the table."""
@@ -168,7 +168,8 @@ def _contestants(model: "HiSpecModel", options: BenchOptions) -> list[Contestant
         ways.append(("two_exits", model.exits, options.two_exits))
     contestants = [_hf(model, options)] if options.hf else []
     for name, exits, policy in ways:
-        decoder = Decoder(model, exits=exits, policy=policy, max_batch=1)
+        # Nobody is to profit from prompts that begin alike.
+        decoder = Decoder(model, exits=exits, policy=policy, max_batch=1, prefix_cache=False)
         contestants.append(Contestant(name, lambda p, d=decoder: d.generate([p], params)[0].ids, decoder))  # type: ignore[misc]
     return contestants
 

@@ -29,8 +29,8 @@ class BlockPool:
         n_blocks: size of the pool.
     """
 
-    def __init__(self, n_blocks: int) -> None:
-        self.n_blocks = n_blocks
+    def __init__(self, n_blocks: int, remembers: bool = True) -> None:
+        self.n_blocks, self.remembers = n_blocks, remembers
         self._users = [0] * n_blocks
         self._blank = list(range(n_blocks))  # free, and nothing worth remembering in them; in order
         self._idle: dict[int, None] = {}  # free, but remembered; longest unused first
@@ -88,6 +88,8 @@ class BlockPool:
         Returns its own serial number; that of another block, if one holds the same already.
         """
         key = (serial, tuple(tokens))
+        if not self.remembers:
+            return 0
         if key in self._block_of:
             return self._serials[self._block_of[key]]
         self._serial += 1

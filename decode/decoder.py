@@ -46,6 +46,7 @@ class Decoder:
         max_batch: int = 8,
         kv_blocks: int | None = None,
         prefill_chunk: int = 512,
+        prefix_cache: bool = True,
     ) -> None:
         """`exits`: which of the model's exits to use, all by default; `()` is plain decoding.
 
@@ -55,6 +56,7 @@ class Decoder:
         default what the largest `max_batch` requests of a call may need. A pool that is too small for that is shared
         out as far as it goes, and the youngest requests wait or run again later.
         `prefill_chunk`: longer prompts go through the model in pieces, between which the others go on.
+        `prefix_cache`: what a prompt has in common with an earlier one does not run again.
 
         Raises:
             ConfigError: an exit without a head, or a policy that makes no sense.
@@ -68,7 +70,8 @@ class Decoder:
                 raise ConfigError(f"{name}: {value} must be 1 or more")
         self.levels = make_levels(model.trunk, heads)
         self.policy = parse_policy(policy, len(self.levels))
-        self.max_batch, self.kv_blocks, self.prefill_chunk = max_batch, kv_blocks, prefill_chunk
+        self.max_batch, self.kv_blocks = max_batch, kv_blocks
+        self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
         self.stop_ids = _stop_ids(model)
         self.requests: dict[int, list[Live]] = {}
         self._n_requests = 0
@@ -249,7 +252,7 @@ class Decoder:
             self._engine = self._new_engine(wanted)
 
     def _new_engine(self, n_blocks: int) -> Engine:
-        cache, pool = make_cache(self.levels, n_blocks), BlockPool(n_blocks)
+        cache, pool = make_cache(self.levels, n_blocks), BlockPool(n_blocks, self.prefix_cache)
         return Engine(self.levels, self.policy, cache, pool, self.max_batch, self.prefill_chunk)
 
     def _head(self, exit_: int) -> Any:

@@ -143,6 +143,20 @@ def test_b09_a_failure_gives_its_blocks_back() -> None:
     assert engine.stats.finish_reasons == {"error": 5} and free(engine) == N_BLOCKS
 
 
+class FullHead(FlakyHead):
+    def logits(self, features_TD: torch.Tensor) -> torch.Tensor:
+        super().logits(features_TD)
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+
+def test_b09_out_of_memory_names_what_to_lower_and_gives_its_blocks_back() -> None:
+    own = trunk("llama_gqa")
+    engine = make_engine(own, [FullHead(own, 2)], (2,), PROMPTS, [SamplingParams(max_new_tokens=20)] * 5)
+    with pytest.raises(CapacityError, match="out of memory .* lower max_batch=8, prefill_chunk=512 or kv_blocks=64"):
+        drain(engine, 5)
+    assert free(engine) == N_BLOCKS and not engine.busy
+
+
 def test_b09_a_decoder_goes_on_after_calls_that_were_given_up() -> None:
     with decoding(with_heads(trunk("llama_gqa"), (2, 4))) as decoder:
         params = SamplingParams(max_new_tokens=16, ignore_eos=True)
