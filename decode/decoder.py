@@ -22,16 +22,21 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Update:
-    """What a step brought for one continuation: its new tokens, and all of it once it has finished."""
+    """What a step brought for one continuation: new tokens, new text (whole characters, never part of a stop string),
+    and all of it once it has finished."""
 
     index: int
     choice: int
     ids: list[int]
+    text: str
     completion: Completion | None
 
 
 class Decoder:
     """Decodes with a model's heads, losslessly.
+
+    A list of prompts goes to `generate`, one prompt to `stream`. Whoever serves requests that come and go takes them in
+    with `add` and calls `step` as long as there are any.
 
     Attributes:
         stats: counts of the last call of a method that takes prompts.
@@ -73,7 +78,7 @@ class Decoder:
         self.max_batch, self.kv_blocks = max_batch, kv_blocks
         self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
         self.stop_ids = _stop_ids(model)
-        self.requests: dict[int, list[Live]] = {}
+        self._requests: dict[int, list[Live]] = {}
         self._n_requests = 0
         self._packed = prepack(model.heads)
         self._engine = self._new_engine(0)
@@ -81,6 +86,11 @@ class Decoder:
     @property
     def stats(self) -> Stats:
         return self._engine.stats
+
+    @property
+    def requests(self) -> list[int]:
+        """Numbers of the requests that `add` took in and that have not finished."""
+        return list(self._requests)
 
     def close(self) -> None:
         """Give back what this decoder changed in the heads (the layout of their weights) and its memory."""
@@ -127,9 +137,10 @@ class Decoder:
         for sequence, _ in self._run(self._single(prompt, params, eager=True)):
             if sequence.error is not None:
                 raise DivergedError(sequence.error)
-            if sequence.finish_reason is not None:
+            final = sequence.finish_reason is not None
+            if final:
                 sequence.text.finish()
-            if piece := sequence.text.take(final=sequence.finish_reason is not None):
+            if piece := sequence.text.take(final):
                 yield piece
 
     def stream_ids(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[int]:
@@ -149,11 +160,11 @@ class Decoder:
         Raises:
             RequestError: the prompt is empty or too long. CapacityError: the KV pool could never hold it.
         """
-        sequences = self._choices(self._n_requests, prompt, params or SamplingParams(), eager=False)
+        sequences = self._choices(self._n_requests, prompt, params or SamplingParams(), eager=True)
         self._reserve(sequences)
         for sequence in sequences:
             self._engine.add(sequence)
-        self.requests[self._n_requests] = sequences
+        self._requests[self._n_requests] = sequences
         self._n_requests += 1
         return self._n_requests - 1
 
@@ -161,20 +172,21 @@ class Decoder:
         """Run one level for the requests that were added; returns what is new. A finished request is forgotten."""
         self._engine.step()
         updates = []
-        for number, sequences in list(self.requests.items()):
+        for number, sequences in list(self._requests.items()):
             for sequence in [s for s in sequences if s.fresh or s.finish_reason is not None]:
                 fresh, sequence.fresh = sequence.fresh, []
-                done = sequence.finish_reason is not None
-                updates.append(Update(number, sequence.choice, fresh, _completion(sequence) if done else None))
-                if done:
+                done = None if sequence.finish_reason is None else _completion(sequence)
+                piece = sequence.text.take(final=done is not None)
+                updates.append(Update(number, sequence.choice, fresh, piece, done))
+                if done is not None:
                     sequences.remove(sequence)
             if not sequences:
-                del self.requests[number]
+                del self._requests[number]
         return updates
 
     def cancel(self, number: int) -> None:
         """End a request; the next `step` tells what it had got to, with finish reason abort."""
-        for sequence in self.requests.get(number, []):
+        for sequence in self._requests.get(number, []):
             self._engine.cancel(sequence)
 
     def _run(self, sequences: list[Live]) -> Iterator[tuple[Live, list[int]]]:

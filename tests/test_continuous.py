@@ -212,6 +212,7 @@ def test_requests_can_be_added_at_any_step_and_cancelled() -> None:
         params = SamplingParams(max_new_tokens=20, ignore_eos=True)
         numbers = [decoder.add(PROMPTS[2], params)]
         got: dict[int, list[int]] = {}
+        text: dict[int, str] = {}
         done: dict[int, Completion] = {}
         for step in range(400):
             if step in (3, 7, 15):
@@ -220,6 +221,7 @@ def test_requests_can_be_added_at_any_step_and_cancelled() -> None:
                 decoder.cancel(numbers[3])
             for update in decoder.step():
                 got.setdefault(update.index, []).extend(update.ids)
+                text[update.index] = text.get(update.index, "") + update.text
                 if update.completion is not None:
                     done[update.index] = update.completion
             if step > 20 and not decoder.requests:
@@ -227,6 +229,7 @@ def test_requests_can_be_added_at_any_step_and_cancelled() -> None:
         assert done[numbers[3]].finish_reason == "abort" and done[numbers[3]].ids == got.get(numbers[3], [])
         for number, prompt in zip(numbers[:3], (PROMPTS[2], PROMPTS[1], PROMPTS[2]), strict=True):
             assert done[number].ids == got[number] == wanted("llama_gqa", [prompt], 20)[0]
+            assert done[number].text == text[number]
         assert decoder._engine.pool.n_free == N_BLOCKS
 
 
@@ -297,7 +300,7 @@ def traffic(seed: int, n: int) -> Stats:
                 at = waiting.pop()
                 numbers[decoder.add(prompts[at], params[at])] = at
             if decoder.requests and chance.random() < 0.01:
-                number = chance.choice(list(decoder.requests))
+                number = chance.choice(decoder.requests)
                 cancelled.add(number)
                 decoder.cancel(number)
             done |= {u.index: u.completion for u in decoder.step() if u.completion is not None}
