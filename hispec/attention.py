@@ -14,7 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from hispec.errors import UnsupportedModelError
+
 NAME = "hispec"
+# What some families hand to their attention besides queries, keys and values, and what would be wrong to ignore.
+MORE = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 
 
 class Attend(Protocol):
@@ -141,8 +145,13 @@ def _reach(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
+    if attention_mask is not None or more.get("is_causal") is False or any(more.get(name) is not None for name in MORE):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends in a way that hispec's attention does not know (a mask of its own,"
+            f" {', '.join(MORE)}); it cannot be a trunk"
+        )
     assert _active.attend is not None, "a trunk on hispec's attention runs through Trunk.run only"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out_HTD = _active.attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window, softcap)

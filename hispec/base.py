@@ -14,38 +14,83 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from hispec.errors import FileError, UnsupportedModelError, first_line
+from hispec.families import check_shards
+from hispec.language import language_model
+from hispec.ranks import join
 
 log = logging.getLogger("hispec")
 PACKAGE = "package:"
 
 
-def load_base(
-    name: str, revision: str | None = None, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a pretrained causal LM and its tokenizer.
-
-    `name`: a folder, a Hub id `org/name`, or `package:NAME` for a model that an installed Python package ships.
-    `dtype` None keeps the one the weights are stored in.
+def base_config(name: str, revision: str | None = None) -> PretrainedConfig:
+    """A model's own settings, without its weights; `name` as for `load_base`.
 
     Raises:
-        FileError: nothing is there. UnsupportedModelError: transformers has no causal LM for it.
+        FileError: nothing is there. UnsupportedModelError: unknown to transformers.
     """
-    source = locate(name)
-    with quiet():
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype or "auto")
-            tokenizer: Any = AutoTokenizer.from_pretrained(source, revision=revision)
-        except OSError as error:
-            raise FileError(f"model {name!r} cannot be loaded: {first_line(error)}") from None
-        except SafetensorError as error:
-            raise FileError(f"model {name!r} has damaged weights ({error}); fetch it again") from None
-        except ValueError as error:
-            raise UnsupportedModelError(f"model {name!r}: {first_line(error)}") from None
-    return model.to(device), tokenizer
+    with _explained(name):
+        found: PretrainedConfig = AutoConfig.from_pretrained(locate(name), revision=revision)
+    return found
+
+
+def load_base(
+    name: str,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    n_ranks: int = 1,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a pretrained causal LM and its tokenizer; of a multi-modal model, the language model inside.
+
+    `name`: a folder, a Hub id `org/name`, or `package:NAME` for a model that an installed Python package ships.
+    `dtype` None keeps the one the weights are stored in. `n_ranks`: processes that share the layers among them
+    (transformers' tensor parallelism); each then computes on a device of its own, whatever `device` says.
+
+    Raises:
+        FileError: nothing is there. UnsupportedModelError: transformers has no causal LM for it, or cannot shard it.
+    """
+    config = base_config(name, revision)
+    make: Any = AutoModelForCausalLM
+    if config.get_text_config() is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        make = AutoModelForImageTextToText
+    options: dict[str, Any] = {"revision": revision, "dtype": dtype or "auto"}
+    if n_ranks > 1:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        check_shards(config.get_text_config(), n_ranks)
+        join()
+        options["distributed_config"] = DistributedConfig(tp_size=n_ranks)
+    with quiet(), _explained(name):
+        model: Any = make.from_pretrained(locate(name), **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(locate(name), revision=revision)
+    if n_ranks == 1:
+        model = model.to(device)
+    return language_model(model), tokenizer
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"model {name!r} cannot be loaded: {first_line(error)}") from None
+    except SafetensorError as error:
+        raise FileError(f"model {name!r} has damaged weights ({error}); fetch it again") from None
+    except ValueError as error:
+        raise UnsupportedModelError(f"model {name!r}: {first_line(error)}") from None
 
 
 def locate(name: str) -> str:

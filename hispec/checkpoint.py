@@ -9,7 +9,7 @@ chat_template.jinja     the template the heads were trained with
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hispec.base import new_folder
-from hispec.config import Config, HeadConfig
+from hispec.config import Config, HeadConfig, check_exits
 from hispec.errors import BaseMismatchError, CheckpointError, ConfigError
-from hispec.trunk import Trunk, lm_head_of
+from hispec.ranks import whole
+from hispec.trunk import Trunk
+from hispec.unembedding import lm_head_of
 
 FORMAT_VERSION = 1
 CONFIG, WEIGHTS, CARD, TEMPLATE = "config.json", "model.safetensors", "README.md", "chat_template.jinja"
@@ -91,7 +93,7 @@ class CheckpointConfig(Config):
 
 def fingerprint(trunk: Trunk, tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
     """The identity of a trunk and its tokenizer."""
-    weight: Tensor = lm_head_of(trunk.model).weight
+    weight = whole(lm_head_of(trunk.model).weight)
     values = weight.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy().tobytes()
     vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
     return Fingerprint(
@@ -183,6 +185,31 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder} is not a heads folder: it has no {WEIGHTS}") from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); fetch or export the heads again") from None
+
+
+def choose(
+    config: CheckpointConfig, tensors: Mapping[str, Tensor], exits: Sequence[int] | None, where: Path
+) -> tuple[list[HeadEntry], dict[str, Tensor]]:
+    """The heads at `exits` (None: all) and their tensors, numbered as if there were no others.
+
+    Raises:
+        ConfigError: exits that are not in order, or have no head. CheckpointError: a vocabulary only one file knows.
+    """
+    have = check_exits([entry.exit for entry in config.heads], config.base.fingerprint.n_layers)
+    for slot, entry in enumerate(config.heads):
+        if (entry.head.vocab_size is None) == (f"{slot}.vocab_ids" in tensors):
+            raise CheckpointError(f"{where}: {CONFIG} and {WEIGHTS} disagree on the vocabulary of exit {entry.exit}")
+    if exits is None:
+        return config.heads, dict(tensors)
+    for exit_ in check_exits(exits, config.base.fingerprint.n_layers):
+        if exit_ not in have:
+            raise ConfigError(f"exits: {exit_} has no head; this model has heads at {list(have)}")
+    chosen: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        slot_, _, rest = name.partition(".")
+        if slot_.isdecimal() and int(slot_) < len(have) and have[int(slot_)] in exits:
+            chosen[f"{list(exits).index(have[int(slot_)])}.{rest}"] = tensor
+    return [entry for entry in config.heads if entry.exit in exits], chosen
 
 
 def load_into(heads: nn.ModuleList, tensors: Mapping[str, Tensor], where: Path) -> None:

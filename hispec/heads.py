@@ -15,7 +15,8 @@ from hispec.attention import Attend
 from hispec.config import HeadConfig
 from hispec.errors import ConfigError
 from hispec.linear import unpack
-from hispec.trunk import KVShape, Placed, Trunk, Unembedding
+from hispec.trunk import KVShape, Placed, Trunk
+from hispec.unembedding import Unembedding
 
 
 class Head(nn.Module):
@@ -43,16 +44,10 @@ class Head(nn.Module):
             raise ConfigError("head.vocab_size: a reduced vocabulary needs the list of its token ids, and only then")
         self.register_buffer("vocab_ids", vocab_ids)
         self._unembed: list[Unembedding] = [trunk.unembed if vocab_ids is None else Unembedding(trunk.model, vocab_ids)]
-        match config.kind:
-            case "norm":
-                if self.norm is None:
-                    raise ConfigError(
-                        "head.kind: 'norm' has nothing to train, this model has no final norm; use mlp or block"
-                    )
-            case "mlp":
-                self.mlp = ResidualMLP(trunk.hidden_size, round(config.width * trunk.hidden_size))
-            case "block":
-                self._add_block(trunk, exit_, slot)
+        if config.kind == "mlp":
+            self.mlp = ResidualMLP(trunk.hidden_size, round(config.width * trunk.hidden_size))
+        elif config.kind == "block":
+            self._add_block(trunk, exit_, slot)
         self.to(device=trunk.device, dtype=trunk.dtype)
         if self.norm is not None:
             self.norm.requires_grad_(True)
@@ -60,11 +55,12 @@ class Head(nn.Module):
 
     def _add_block(self, trunk: Trunk, exit_: int, slot: int) -> None:
         self.place = min(exit_, trunk.n_layers - 1)
-        self.block = copy.deepcopy(trunk.layers[self.place]).requires_grad_(True)
+        block, shape = trunk.copy_layer(self.place)
+        self.block = block.requires_grad_(True)
         unpack(self.block.modules())  # these weights are to change
         attention: Any = next(m for m in self.block.modules() if hasattr(m, "layer_idx"))
         attention.layer_idx = trunk.n_layers + slot
-        self.kv = (trunk.n_layers + slot, trunk.kv_shapes[self.place])
+        self.kv = (trunk.n_layers + slot, shape)
         # Reads the block's whole output, not what it adds: so it can also take back the exit's own state, which at a
         # shallow exit is mostly a few large constant directions that mean nothing to the unembedding.
         self.out = nn.Linear(trunk.hidden_size, trunk.hidden_size)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hispec.ranks import joined
+
 # Smaller layers cost what their call costs, in either layout.
 _MIN_WEIGHTS = 1 << 16
 _ROWS_MEASURED = (1, 4)
@@ -48,9 +50,10 @@ class PackedLinear:
 def prepack(roots: Iterable[nn.Module]) -> list[nn.Linear]:
     """Give the linear layers below `roots` the faster forward where it is faster here; returns those that were changed.
 
-    Does nothing away from fp32 on a CPU, or where torch was built without oneDNN.
+    Does nothing away from fp32 on a CPU, where torch was built without oneDNN, or among ranks that decode as one: each
+    would measure for itself, and two layouts may round differently. Sharded layers have a forward of their own already.
     """
-    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if joined() or not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return []
     by_shape: dict[torch.Size, dict[nn.Linear, PackedLinear]] = {}
     for module in (m for root in roots for m in root.modules()):

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hispec import checkpoint
-from hispec.base import load_base, locate
+from hispec.base import base_config, load_base, locate
 from hispec.card import write_card
 from hispec.checkpoint import BaseInfo, CheckpointConfig, HeadEntry
 from hispec.config import HeadConfig, check_exits
@@ -68,15 +68,21 @@ class HiSpecModel:
         revision: str | None = None,
         dtype: torch.dtype | None = None,
         device: str = "cpu",
+        n_ranks: int = 1,
     ) -> "HiSpecModel":
         """A pretrained model with untrained heads: the logit lens at each of `exits`.
 
         Models pre-trained for early exit (LayerSkip's) decode well this way; `exits=()` decodes plainly.
+        `n_ranks`: processes, started by torchrun, that share the trunk's layers among them; heads are whole on each.
+
+        Raises:
+            ConfigError: exits that the model cannot have, before its weights are loaded.
+            FileError, UnsupportedModelError: as `hispec.base.load_base` and `Trunk`.
         """
         name = os.fspath(base)
-        model, tokenizer = load_base(name, revision, dtype, device)
+        exits = check_exits(exits, int(base_config(name, revision).get_text_config().num_hidden_layers))
+        model, tokenizer = load_base(name, revision, dtype, device, n_ranks)
         trunk = Trunk(model)
-        exits = check_exits(exits, trunk.n_layers)
         heads = make_heads(trunk, exits, [head or HeadConfig(kind="norm")] * len(exits))
         return cls(trunk, tokenizer, heads, name, revision)
 
@@ -85,36 +91,33 @@ class HiSpecModel:
         cls,
         heads: str | os.PathLike[str],
         *,
+        exits: Sequence[int] | None = None,
         base: str | os.PathLike[str] | None = None,
         revision: str | None = None,
         dtype: torch.dtype | None = None,
         device: str = "cpu",
+        n_ranks: int = 1,
     ) -> "HiSpecModel":
         """Load heads, and the trunk they name, from a folder or a Hub id.
 
-        `base` replaces the trunk's recorded place (a moved folder, say); it must be the same model.
+        `exits`: which of the heads; all by default. `base` replaces the trunk's recorded place (a moved folder, say);
+        it must be the same model. `n_ranks` as for `from_base`.
 
         Raises:
+            ConfigError: an exit without a head, before the weights of the trunk are loaded.
             CheckpointError: damaged or of an unknown format. BaseMismatchError: the trunk is another model.
             FileError: heads or trunk are not to be found.
         """
         folder = _fetch(os.fspath(heads), revision)
         config = checkpoint.read_config(folder)
         tensors = checkpoint.read_tensors(folder)
+        entries, tensors = checkpoint.choose(config, tensors, exits, folder)
         name = os.fspath(base or config.base.id)
-        model, tokenizer = load_base(name, None if base else config.base.revision, dtype, device)
+        model, tokenizer = load_base(name, None if base else config.base.revision, dtype, device, n_ranks)
         trunk = Trunk(model)
         checkpoint.check_base(config.base.fingerprint, checkpoint.fingerprint(trunk, tokenizer), name)
-        check_exits([entry.exit for entry in config.heads], trunk.n_layers)
-        vocab_ids = [tensors.get(f"{slot}.vocab_ids") for slot in range(len(config.heads))]
-        for entry, ids in zip(config.heads, vocab_ids, strict=True):
-            if (entry.head.vocab_size is None) != (ids is None):
-                raise CheckpointError(
-                    f"{folder}: config.json and model.safetensors disagree on the vocabulary of exit {entry.exit}"
-                )
-        module_list = make_heads(
-            trunk, [entry.exit for entry in config.heads], [entry.head for entry in config.heads], vocab_ids
-        )
+        vocab_ids = [tensors.get(f"{slot}.vocab_ids") for slot in range(len(entries))]
+        module_list = make_heads(trunk, [entry.exit for entry in entries], [entry.head for entry in entries], vocab_ids)
         checkpoint.load_into(module_list, tensors, folder)
         template = folder / checkpoint.TEMPLATE
         if template.is_file():

@@ -9,23 +9,25 @@ One adapter serves every Hugging Face decoder whose attention can be replaced. T
 
 The list keeps its full length because several families choose masks and rotary tables by the layer's index.
 
-Letters: T packed tokens, D hidden size, V vocabulary.
+Letters: H heads, T packed tokens, D hidden or head size, V vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hispec.attention import NAME, Attend, PackedAttention, attending
-from hispec.errors import UnsupportedModelError
+from hispec.errors import UnsupportedModelError, first_line
+from hispec.families import check_attention, check_windows, constant_positions
 from hispec.linear import prepack
+from hispec.ranks import joined, whole
+from hispec.stand_ins import Layers, Run, Skip
+from hispec.unembedding import Unembedding, base_name_of
 
-Layer = Callable[..., Any]
 # A placed layer: where in the trunk's list it stands, and the module that stands there.
 Placed = tuple[int, nn.Module]
 
@@ -38,94 +40,8 @@ class KVShape(NamedTuple):
     value_size: int
 
 
-class _Skip:
-    """Stands where a layer is not run: returns what it was given, answers attributes as the layer would."""
-
-    def __init__(self, layer: nn.Module, tupled: bool) -> None:
-        self._layer, self._tupled = layer, tupled
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        return (hidden_states,) if self._tupled else hidden_states
-
-
-class _Run(_Skip):
-    """Stands where a layer is run: may put a hidden state in before it, keeps what came out of it."""
-
-    entry: Tensor | None = None
-    output: Any = None
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.entry is not None:
-            hidden_states = self.entry
-        result = self._layer(hidden_states, *args, **kwargs)
-        self.output = result[0] if self._tupled else result
-        return result
-
-
-class _Layers(nn.ModuleList):
-    """The model's layer list; what walks it sees the stand-ins of the span being run."""
-
-    walked: list[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.walked) if self.walked is not None else super().__iter__()
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.walked[index] if self.walked is not None else super().__getitem__(index)
-
-
-class _Given(nn.Module):
-    """Stands where the base model was: hands the language-model wrapper a hidden state."""
-
-    hidden_1TD: Tensor
-
-    @property
-    def decoder(self) -> "_Given":
-        return self
-
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden_1TD)
-
-
-def lm_head_of(model: Any) -> Any:
-    """The model's unembedding matrix, an nn.Linear."""
-    return model.get_output_embeddings()
-
-
-class Unembedding:
-    """Hidden state to logits, with every scale and cap the model's own wrapper applies; optionally some tokens only."""
-
-    def __init__(self, model: PreTrainedModel, vocab_ids: Tensor | None = None) -> None:
-        """`vocab_ids` [v]: rows of the vocabulary to keep; None keeps all."""
-        # A shallow copy: same parameters, but its base model (and, when reduced, its lm_head) is replaced.
-        self.wrapper = copy.copy(model)
-        self.wrapper._modules = dict(model._modules)
-        self.given = _Given()
-        self.wrapper._modules[model.base_model_prefix] = self.given
-        if vocab_ids is not None:
-            full = lm_head_of(model)
-            rows = nn.Linear(full.in_features, len(vocab_ids), bias=full.bias is not None, device="meta")
-            ids = vocab_ids.to(full.weight.device)
-            rows.weight = nn.Parameter(full.weight.detach()[ids], requires_grad=False)
-            if full.bias is not None:
-                rows.bias = nn.Parameter(full.bias.detach()[ids], requires_grad=False)
-            name = next(name for name, module in model._modules.items() if module is full)
-            self.wrapper._modules[name] = rows
-            prepack([rows])
-        self.vocab_ids = vocab_ids
-
-    def __call__(self, features_TD: Tensor) -> Tensor:
-        """Logits [T, V] of normalised hidden states."""
-        self.given.hidden_1TD = features_TD[None]
-        logits: Tensor = self.wrapper(input_ids=None, inputs_embeds=features_TD[None], use_cache=False).logits[0]
-        return logits
-
-
 # What a span's pass walks, where its state enters, and where states are kept.
-Route = tuple[list[Any], _Run, list[_Run]]
+Route = tuple[list[Any], Run, list[Run]]
 
 
 class Trunk:
@@ -145,20 +61,16 @@ class Trunk:
         """
         self.model: Any = model
         model.train(False).requires_grad_(False)
+        check_attention(model)
         text = model.config.get_text_config()
         self.name = str(text.model_type)
-        if text.is_encoder_decoder or not getattr(model, "_supports_attention_backend", False):
-            raise UnsupportedModelError(
-                f"models of type {self.name!r} do not let their attention be replaced (transformers'"
-                " _supports_attention_backend); hispec needs a decoder such as llama, qwen3, mistral, gemma2 or opt"
-            )
-        self.base: Any = getattr(model, model.base_model_prefix)
+        self.base: Any = getattr(model, base_name_of(model) or "", None)
         self.n_layers = int(text.num_hidden_layers)
         self.vocab_size = int(text.vocab_size)
-        self.max_positions = int(getattr(text, "max_position_embeddings", 0)) or 2**31
+        self.max_positions = constant_positions(text)
         owner, attribute = self._find_layers()
         self.layers: list[nn.Module] = list(getattr(owner, attribute))
-        self._walk = _Layers(self.layers)
+        self._walk = Layers(self.layers)
         self._probe(owner, attribute)
         self.unembed = Unembedding(model)
         prepack([model])
@@ -216,6 +128,24 @@ class Trunk:
             for run in kept:
                 run.output = None  # a route outlives the pass, its tensors must not
 
+    def copy_layer(self, place: int) -> tuple[nn.Module, KVShape]:
+        """A copy of the layer at `place`, whole even where the trunk is sharded, and what it stores per token."""
+        layer = self.layers[place]
+        if not joined():
+            return copy.deepcopy(layer), self.kv_shapes[place]
+        # A sharded layer's forwards are bound to its own parts: the copy is filled into a layer built anew.
+        make: Any = type(layer)
+        with self.device:
+            twin: nn.Module = make(self.model.config, place).to(self.dtype).train(False)
+        own = dict(layer.named_parameters()) | dict(layer.named_buffers())
+        seen, at = _Seen(1), torch.zeros(1, dtype=torch.long, device=self.device)
+        with torch.no_grad():
+            for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
+                tensor.copy_(whole(own[name]))
+            entry_TD = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
+            self.run_placed(at, at, ((place, twin),), seen, entry_TD)
+        return twin, seen.shapes[place]
+
     def features(self, hidden_TD: Tensor) -> Tensor:
         """What the model reads its logits from: final norm, then the output projection if it has one."""
         return self.project(hidden_TD if self.final_norm is None else self.final_norm(hidden_TD))
@@ -235,15 +165,15 @@ class Trunk:
             return self.unembed(self.features(hidden_TD))
 
     def _lay(self, placed: tuple[Placed, ...], keep: tuple[int, ...]) -> Route:
-        walked: list[Any] = [_Skip(layer, self._tupled) for layer in self.layers]
+        walked: list[Any] = [Skip(layer, self._tupled) for layer in self.layers]
         ends = {index % len(placed) for index in (0, *keep)}
         for at, (place, module) in enumerate(placed):
             # Only where a state enters or is kept is there work to do; elsewhere the layer itself stands in the list.
-            walked[place] = _Run(module, self._tupled) if at in ends else module
+            walked[place] = Run(module, self._tupled) if at in ends else module
         return walked, walked[placed[0][0]], [walked[placed[index][0]] for index in keep]
 
     def _find_layers(self) -> tuple[nn.Module, str]:
-        for owner in self.base.modules():
+        for owner in self.base.modules() if self.base is not None else ():
             for attribute, child in owner.named_children():
                 if isinstance(child, nn.ModuleList) and len(child) == self.n_layers:
                     return owner, attribute
@@ -273,25 +203,48 @@ class Trunk:
         self.model.set_attn_implementation(NAME)
         setattr(owner, attribute, self._walk)
         self._routes: dict[tuple[tuple[Placed, ...], tuple[int, ...]], Route] = {}
-        shapes: dict[int, KVShape] = {}
-        packed = PackedAttention([len(ids_T)])
-
-        def recording(
-            layer: int, q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, scale: float, window: int | None, cap: float | None
-        ) -> Tensor:
-            shapes[layer] = KVShape(k_HTD.shape[0], k_HTD.shape[2], v_HTD.shape[2])
-            return packed(layer, q_HTD, k_HTD, v_HTD, scale, window, cap)
-
-        hidden_TD = self.run(ids_T, torch.arange(len(ids_T), device=ids_T.device), 0, self.n_layers, recording)
-        self.hidden_size = hidden_TD.shape[-1]
-        with torch.no_grad():
-            got = Unembedding(self.model)(self.features(hidden_TD)).float()
+        seen = _Seen(len(ids_T))
+        try:
+            hidden_TD = self.run(ids_T, torch.arange(len(ids_T), device=ids_T.device), 0, self.n_layers, seen)
+            self.hidden_size = hidden_TD.shape[-1]
+            with torch.no_grad():
+                got = Unembedding(self.model)(self.features(hidden_TD)).float()
+        except (AttributeError, IndexError, KeyError, TypeError, RuntimeError, ValueError) as error:
+            if isinstance(error, UnsupportedModelError):
+                raise
+            raise UnsupportedModelError(
+                f"a model of type {self.name!r} cannot be run span by span: {first_line(error)}"
+            ) from error
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
-        if sorted(shapes) != list(range(self.n_layers)) or not torch.allclose(
+        if sorted(seen.shapes) != list(range(self.n_layers)) or not torch.allclose(
             got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
         ):
             raise UnsupportedModelError(
                 f"run span by span, a model of type {self.name!r} does not compute what it computes whole"
                 " (layers that share keys, are recurrent, or look at each other); it cannot be a trunk"
             )
-        self.kv_shapes = [shapes[layer] for layer in range(self.n_layers)]
+        check_windows(self.model.config.get_text_config(), seen.windows, self.max_positions)
+        self.kv_shapes = [seen.shapes[layer] for layer in range(self.n_layers)]
+
+
+class _Seen:
+    """Attention that notes, per layer, what it is given for one document of a few tokens."""
+
+    def __init__(self, n_tokens: int) -> None:
+        self.shapes: dict[int, KVShape] = {}
+        self.windows: dict[int, int | None] = {}
+        self._packed = PackedAttention([n_tokens])
+
+    def __call__(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_HTD: Tensor,
+        v_HTD: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+    ) -> Tensor:
+        self.shapes[layer] = KVShape(k_HTD.shape[0], k_HTD.shape[2], v_HTD.shape[2])
+        self.windows[layer] = window
+        return self._packed(layer, q_HTD, k_HTD, v_HTD, scale, window, cap)

@@ -70,7 +70,12 @@ F1: dict[str, Recipe] = {
 
 def build(name: str) -> PreTrainedModel:
     """The model `name`, the same weights every time."""
-    make_config, scale, embed_scale, seed, position_factor = F1[name]
+    return make(F1[name])
+
+
+def make(recipe: Recipe) -> PreTrainedModel:
+    """The model of a recipe, the same weights every time."""
+    make_config, scale, embed_scale, seed, position_factor = recipe
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(make_config())  # type: ignore[no-untyped-call]
     model = model.float().eval()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from hispec.base import locate
+from hispec.base import base_config, locate
 from hispec.config import HeadConfig
 from hispec.train import setup
 from hispec.train.answers import prompt_of
@@ -26,7 +26,7 @@ def describe(config: TrainConfig) -> list[str]:
         HiSpecError: as `setup.prepare`, for what can be known without weights.
     """
     base = setup.base_of(config)
-    settings = setup.base_config(base, config.revision)
+    settings = base_config(base, config.revision)
     text: Any = settings.get_text_config()
     exits = config.exits_for(int(text.num_hidden_layers))
     heads = config.heads_for(len(exits))

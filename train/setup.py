@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
 
-from hispec.base import load_base, locate
+from hispec.base import base_config, load_base
 from hispec.config import HeadConfig
-from hispec.errors import DataError, FileError, UnsupportedModelError, first_line
+from hispec.errors import ConfigError, DataError, FileError
 from hispec.heads import make_heads
 from hispec.model import HiSpecModel
 from hispec.train import engine, sources, tiny
@@ -70,6 +69,8 @@ def prepare(config: TrainConfig) -> Prepared:
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     trunk = Trunk(network)
+    if trunk.final_norm is None and any(head.kind == "norm" for head in head_configs):
+        raise ConfigError("head.kind: 'norm' has nothing to train, this model has no final norm; use mlp or block")
     plain = HiSpecModel(trunk, tokenizer, nn.ModuleList(), base, config.revision)
     documents = documents_for(plain, rows, config)
     batches = pack(documents, max(config.train.micro_batch_tokens, config.data.max_len), config.train.seed)
@@ -89,21 +90,6 @@ def base_of(config: TrainConfig) -> str:
         tiny.write_tiny(folder)
     engine.meet()
     return str(folder)
-
-
-def base_config(base: str, revision: str | None) -> PretrainedConfig:
-    """The trunk's own settings, without its weights.
-
-    Raises:
-        FileError: not found. UnsupportedModelError: unknown to transformers.
-    """
-    try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(locate(base), revision=revision)
-        return found
-    except OSError as error:
-        raise FileError(f"model {base!r} cannot be loaded: {first_line(error)}") from None
-    except ValueError as error:
-        raise UnsupportedModelError(f"model {base!r}: {first_line(error)}") from None
 
 
 def device() -> str:
