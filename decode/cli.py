@@ -4,10 +4,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
+from hispec import ranks
 from hispec.config import parse_assignments
 from hispec.decode.options import DecodeOptions, help_text
 from hispec.decode.request import SamplingParams
-from hispec.errors import ConfigError, DivergedError, command
+from hispec.errors import ConfigError, DataError, DivergedError, RequestError, command
+from hispec.recipes import read_recipe_file, recipe_names
 
 if TYPE_CHECKING:
     from hispec.decode.decoder import Decoder
@@ -15,17 +19,40 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: list[str]) -> None:
+    try:
+        _run(arguments)
+    except (ConfigError, DataError, RequestError, DivergedError):
+        if ranks.is_first():
+            raise
+        sys.exit(2)  # every rank has met the same mistake, the first one tells of it
+
+
+def _run(arguments: list[str]) -> None:
     if not arguments or {"-h", "--help", "help"} & set(arguments):
         print(help_text(), end="")
         return
-    options = DecodeOptions.build(parse_assignments(arguments, DecodeOptions))
+    options = _options(arguments)
     _check(options)
-    if options.prompts is not None:
-        _file(options)
-    elif options.chat:
-        _chat(options)
-    else:
-        _single(options)
+    ranks.join()
+    with ranks.first_speaks():
+        if options.prompts is not None:
+            _file(options)
+        elif options.chat:
+            _chat(options)
+        else:
+            _single(options)
+
+
+def _options(arguments: list[str]) -> DecodeOptions:
+    """What was typed, over the recipe that was named, if one was."""
+    typed = parse_assignments(arguments, DecodeOptions)
+    recipe = typed.get("recipe")
+    if recipe is None:
+        return DecodeOptions.build(typed)
+    names = recipe_names("decode")
+    if recipe not in names:
+        raise ConfigError(f"recipe {recipe!r} is unknown; there are: {', '.join(names)}")
+    return DecodeOptions.build(yaml.safe_load(read_recipe_file(f"decode/{recipe}.yaml")) | typed)
 
 
 def _check(options: DecodeOptions) -> None:
@@ -41,6 +68,8 @@ def _check(options: DecodeOptions) -> None:
         raise ConfigError(f"n={options.n} goes with prompts=FILE output=FILE; a single prompt is streamed once")
     if options.heads == "shared" and not options.exits:
         raise ConfigError("heads=shared needs the exits to read at, such as exits=[4,8]")
+    if options.device != "auto" and ranks.count() > 1:
+        raise ConfigError(f"device={options.device}: among several processes each takes its own; leave it out")
 
 
 def _decoder(options: DecodeOptions) -> "Decoder":
@@ -49,6 +78,7 @@ def _decoder(options: DecodeOptions) -> "Decoder":
     from hispec.decode.decoder import Decoder
     from hispec.model import HiSpecModel
 
+    n_ranks = ranks.count()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,17 +89,20 @@ def _decoder(options: DecodeOptions) -> "Decoder":
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     if options.heads == "shared" or options.exits == [] and options.base is None and not _is_heads(options.model):
         model = HiSpecModel.from_base(
-            options.model, options.exits or (), revision=options.revision, dtype=dtype, device=device
+            options.model, options.exits or (), revision=options.revision, dtype=dtype, device=device, n_ranks=n_ranks
         )
-        exits = None
     else:
         model = HiSpecModel.from_pretrained(
-            options.model, base=options.base, revision=options.revision, dtype=dtype, device=device
+            options.model,
+            exits=options.exits,
+            base=options.base,
+            revision=options.revision,
+            dtype=dtype,
+            device=device,
+            n_ranks=n_ranks,
         )
-        exits = options.exits
     return Decoder(
         model,
-        exits=exits,
         policy=options.policy,
         max_batch=options.max_batch,
         kv_blocks=options.kv_blocks,
@@ -92,7 +125,8 @@ def _single(options: DecodeOptions) -> None:
     if prompt is None:
         if sys.stdin.isatty():
             raise ConfigError("no prompt; give prompt=..., prompts=FILE, chat=true, or text on stdin")
-        prompt = sys.stdin.read()
+        prompt = ranks.share(sys.stdin.read() if ranks.is_first() else None)
+        assert isinstance(prompt, str)
     decoder = _decoder(options)
     tokens: str | list[int] = prompt
     if options.template:
@@ -110,24 +144,27 @@ def _file(options: DecodeOptions) -> None:
 
     assert options.prompts is not None and options.output is not None
     rows = read_prompts(Path(options.prompts), _params(options).model_dump())
-    output = OutputFile(Path(options.output), options, rows, options.overwrite)
+    output = OutputFile(Path(options.output), options, rows, options.overwrite) if ranks.is_first() else None
     failed = 0
     try:
-        missing = output.missing
-        if len(missing) < len(rows):
+        missing: list[int] = ranks.share(output and output.missing)
+        if output and len(missing) < len(rows):
             print(f"{len(rows) - len(missing)} of {len(rows)} lines are there already", file=sys.stderr)
         if missing:
             decoder = _decoder(options)
             prompts = list(render(rows, decoder.model.tokenizer, options.template, options.system))
             wanted = [prompts[number] for number in missing]
             params = [rows[number].params for number in missing]
-            for completion in decoder.generate_as_completed(wanted, params, progress=True):
-                output.write(missing[completion.index], completion)
+            for completion in decoder.generate_as_completed(wanted, params, progress=output is not None):
+                if output:
+                    output.write(missing[completion.index], completion)
             _print_stats(options, decoder)
             failed = decoder.stats.finish_reasons.get("error", 0)
-        output.finish()
+        if output:
+            output.finish()
     finally:
-        output.close()
+        if output:
+            output.close()
     if failed:
         raise DivergedError(
             f"{failed} of {len(rows)} requests failed; their lines in {options.output} say why in 'error'"
@@ -139,8 +176,9 @@ def _chat(options: DecodeOptions) -> None:
 
     decoder = _decoder(options)
     messages: list[dict[str, str]] = []
-    print("Talk to the model; an empty line or Ctrl-D ends, Ctrl-C stops an answer.", file=sys.stderr)
-    while question := _ask():
+    if ranks.is_first():
+        print("Talk to the model; an empty line or Ctrl-D ends, Ctrl-C stops an answer.", file=sys.stderr)
+    while question := ranks.share(_ask() if ranks.is_first() else None):
         messages.append({"role": "user", "content": question})
         answer = ""
         try:
@@ -148,6 +186,8 @@ def _chat(options: DecodeOptions) -> None:
                 print(piece, end="", flush=True)
                 answer += piece
         except KeyboardInterrupt:
+            if ranks.count() > 1:
+                raise  # the ranks may have stopped at different tokens
             print(" [stopped]", end="")
         print()
         messages.append({"role": "assistant", "content": answer})
@@ -163,7 +203,7 @@ def _ask() -> str:
 
 
 def _print_stats(options: DecodeOptions, decoder: "Decoder") -> None:
-    if options.stats:
+    if options.stats and ranks.is_first():
         print(decoder.stats.report(), file=sys.stderr)
 
 

@@ -17,6 +17,7 @@ hispec-decode: generate text with a model and its early-exit heads. The output i
   hispec-decode model=HEADS prompts=in.jsonl output=out.jsonl  many prompts, batched; a stopped run goes on
   hispec-decode model=HEADS chat=true                          talk to the model
   hispec-decode model=org/name heads=shared exits=[4,8] ...    a model pre-trained for early exit, without trained heads
+  hispec-decode recipe=layerskip-llama3-8b prompt=...          the same, with the exits that are known to be good
 
 HEADS is a folder that hispec-train wrote, or its id on the Hub. Lines of in.jsonl hold "prompt", "messages" or
 "prompt_ids"; they may set any sampling option, what else they hold is copied to the output. Lists are written [4,8].
@@ -28,6 +29,8 @@ options (key=value):
 class DecodeOptions(SamplingParams):
     """Everything hispec-decode understands: where from, where to, how fast, and how to sample."""
 
+    recipe: str | None = None
+    """Packaged settings, which those typed here replace; a name that does not exist lists them."""
     model: str
     """Heads folder or Hub id; or a plain model, with heads=shared or exits=[]."""
     base: str | None = None

@@ -3,7 +3,6 @@
 Letters: R rows (positions), V vocabulary, or the part of it that a head predicts.
 """
 
-import secrets
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from hispec.decode.request import SamplingParams
 from hispec.decode.sampling import adjusted, gumbel, processed
 from hispec.decode.verify import Verdict, reject
+from hispec.ranks import fresh_seed
 
 
 class Sampler:
@@ -26,7 +26,7 @@ class Sampler:
     ) -> None:
         self.params, self.n_prompt, self.vocab_size = params, n_prompt, vocab_size
         self.stop_ids = sorted(stop_ids)
-        self.seed = secrets.randbits(62) if params.seed is None else params.seed + choice
+        self.seed = fresh_seed() if params.seed is None else params.seed + choice
         self.generator = torch.Generator().manual_seed(self.seed % (1 << 63))
         self.logprobs: list[dict[int, float]] = []
         # What tokens need until they are committed: their noise (coupled), the law they are drawn from (rejection).

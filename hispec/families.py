@@ -52,8 +52,12 @@ def check_shards(text: Any, n_ranks: int) -> None:
     """Refuse a number of ranks that cannot share the heads of every layer evenly.
 
     Raises:
-        ConfigError: naming the numbers of heads.
+        ConfigError: naming the numbers of heads. UnsupportedModelError: transformers cannot shard this family.
     """
+    if not getattr(text, "base_model_tp_plan", None):
+        raise UnsupportedModelError(
+            f"transformers has no tensor-parallel plan for models of type {text.model_type!r}; start one process"
+        )
     heads = int(text.num_attention_heads)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     if heads % n_ranks or kv_heads % n_ranks:

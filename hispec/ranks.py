@@ -5,13 +5,16 @@ and position. What only one rank can know, the words of a user or a seed that is
 """
 
 import atexit
+import contextlib
+import logging
 import os
 import random
 import secrets
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Joined:
@@ -39,6 +42,8 @@ def join() -> None:
     """Meet the other ranks; from here on they are one decoder. Does nothing when already met, or alone."""
     if count() == 1 or joined():
         return
+    import torch
+
     distributed: Any = torch.distributed
     if not distributed.is_initialized():
         if torch.cuda.is_available():
@@ -53,9 +58,22 @@ def share(value: Any) -> Any:
     """The first rank's `value`, on every rank; alone, one's own."""
     if count() == 1:
         return value
+    import torch
+
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
+
+
+@contextlib.contextmanager
+def first_speaks() -> Iterator[None]:
+    """Within, only the first rank writes to stdout, and warns."""
+    if is_first():
+        yield
+        return
+    logging.getLogger("hispec").setLevel(logging.ERROR)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
 
 
 def fresh_seed() -> int:
@@ -63,7 +81,7 @@ def fresh_seed() -> int:
     return (_Joined.seeds or secrets.SystemRandom()).getrandbits(62)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: "Tensor") -> "Tensor":
     """The tensor itself, or what a sharded one is a part of; then all ranks must ask."""
     gather = getattr(tensor, "full_tensor", None)
     result: Tensor = tensor if gather is None else gather()

@@ -55,7 +55,8 @@ FAMILIES: dict[str, Recipe] = {
     "qwen3": (lambda: Qwen3Config(**GQA, head_dim=24, tie_word_embeddings=True), 0.3, 1.0, 1, 1),
     "qwen3_moe": (
         lambda: Qwen3MoeConfig(
-            **GQA | {"head_dim": 24}, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1]
+            **GQA | {"head_dim": 24},
+            moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1],
         ),
         0.3, 1.0, 1, 1,
     ),

@@ -13,12 +13,13 @@ from decode_fixtures import byte_tokenizer, random_heads, write_base
 from torch import nn
 
 from hispec import HiSpecModel
-from hispec.config import parse_assignments
+from hispec.config import check_exits, parse_assignments
 from hispec.decode import cli
 from hispec.decode.options import DecodeOptions
 from hispec.decode.prompts import OutputFile, PromptRow, read_prompts
 from hispec.decode.request import Completion, SamplingParams
 from hispec.errors import DataError, FileError, HiSpecError
+from hispec.recipes import read_recipe_file, recipe_names
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -109,6 +110,34 @@ def test_template_wraps_a_prompt(typed: Typed, heads: Path) -> None:
     assert wrapped == typed(f"model={heads}", "prompt=<user>hi", "max_new_tokens=8")
 
 
+LAYERS = {"llama2-7b": 32, "llama2-13b": 40, "llama2-70b": 80, "llama3-8b": 32, "codellama-7b": 32, "codellama-34b": 48}
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_a_recipe_for_each_model_of_the_paper(model: str) -> None:
+    name = f"layerskip-{model}"
+    options = cli._options([f"recipe={name}", "prompt=a=b", "exits=[1]", "temperature=0.5"])
+    assert options.exits == [1] and options.prompt == "a=b" and options.temperature == 0.5, "what is typed wins"
+    options = cli._options([f"recipe={name}"])
+    assert options.model.lower() == f"facebook/{name}" and options.heads == "shared"
+    assert len(check_exits(options.exits or [], LAYERS[model])) == 2
+    cli._check(options)
+    header = read_recipe_file(f"decode/{name}.yaml").split("\n\n")[0]
+    purpose, _, needs, command = [line.removeprefix("# ") for line in header.splitlines()]
+    assert "without trained heads" in purpose and needs.startswith("needs ") and f"recipe={name} " in command
+
+
+def test_there_is_no_other_recipe() -> None:
+    assert recipe_names("decode") == sorted(f"layerskip-{model}" for model in LAYERS)
+
+
+def test_a_recipe_decodes_as_the_plain_model(typed: Typed, tmp_path: Path) -> None:
+    words = [f"model={write_base(tmp_path, num_hidden_layers=12)}", "prompt=Once upon", "max_new_tokens=12"]
+    text = typed("recipe=layerskip-llama3-8b", *words, "stats=true")
+    assert "level 1 (exit 8)" in typed.err
+    assert text == typed(*words, "exits=[]")
+
+
 def test_help_is_there_without_torch() -> None:
     code = (
         "import sys; sys.argv = ['hispec-decode', '--help']; from hispec.decode.cli import main; main();"
@@ -129,6 +158,7 @@ def test_help_is_there_without_torch() -> None:
         (["modle=x"], "unknown key 'modle'; did you mean 'model'?"),
         (["--draft-lenght", "4"], "'--draft-lenght' is not an option"),
         (["prompt=hi"], "model: a value is needed"),
+        (["recipe=nonsense", "prompt=a"], "recipe 'nonsense' is unknown; there are: layerskip-codellama-34b, "),
         (["model=x", "prompt=a", "chat=true"], "prompt and chat exclude each other"),
         (["model=x", "prompt=a", "output=o"], "output=o goes with prompts=FILE"),
         (["model=x", "prompts=a"], "prompts=a needs output=FILE"),
@@ -165,11 +195,23 @@ def test_m21_wrong_values_for_this_model_are_refused(typed: Typed, heads: Path, 
     assert said in typed.refused(f"model={heads}", *prompt, *words)
 
 
+def without_weights(model: Path, folder: Path) -> Path:
+    for path in model.iterdir():
+        if path.suffix != ".safetensors":
+            (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
 @pytest.mark.parametrize("exits", ["[0]", "[6]", "[7]", "[-1]", "[2,2]"])
-def test_m21_wrong_exits_of_a_plain_model(typed: Typed, base: Path, exits: str) -> None:
-    assert "legal exits of this model are 1..5" in typed.refused(
-        f"model={base}", "heads=shared", f"exits={exits}", "prompt=a"
-    )
+def test_m21_wrong_exits_are_told_before_weights_load(
+    typed: Typed, base: Path, heads: Path, tmp_path: Path, exits: str
+) -> None:
+    empty = without_weights(base, tmp_path)
+    said = "legal exits of this model are 1..5"
+    assert said in typed.refused(f"model={empty}", "heads=shared", f"exits={exits}", "prompt=a")
+    assert said in typed.refused(f"model={heads}", f"base={empty}", f"exits={exits}", "prompt=a")
+    assert "[2, 4]" in typed.refused(f"model={heads}", f"base={empty}", "exits=[3]", "prompt=a")
+    assert "must rise" in typed.refused(f"model={heads}", f"base={empty}", "exits=[4,2]", "prompt=a")
 
 
 def test_c11_a_wrong_base_and_damaged_heads(typed: Typed, heads: Path, base: Path, tmp_path: Path) -> None:
