@@ -41,8 +41,9 @@ def base_config(name: str, revision: str | None = None) -> PretrainedConfig:
     Raises:
         FileError: nothing is there. UnsupportedModelError: unknown to transformers.
     """
+    source = locate(name)
     with _explained(name):
-        found: PretrainedConfig = AutoConfig.from_pretrained(locate(name), revision=revision)
+        found: PretrainedConfig = AutoConfig.from_pretrained(source, revision=revision)
     return found
 
 
@@ -62,7 +63,7 @@ def load_base(
     Raises:
         FileError: nothing is there. UnsupportedModelError: transformers has no causal LM for it, or cannot shard it.
     """
-    config = base_config(name, revision)
+    source, config = locate(name), base_config(name, revision)
     make: Any = AutoModelForCausalLM
     if config.get_text_config() is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         make = AutoModelForImageTextToText
@@ -74,8 +75,8 @@ def load_base(
         join()
         options["distributed_config"] = DistributedConfig(tp_size=n_ranks)
     with quiet(), _explained(name):
-        model: Any = make.from_pretrained(locate(name), **options)
-        tokenizer: Any = AutoTokenizer.from_pretrained(locate(name), revision=revision)
+        model: Any = make.from_pretrained(source, **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, revision=revision)
     if n_ranks == 1:
         model = model.to(device)
     return language_model(model), tokenizer
@@ -89,8 +90,11 @@ def _explained(name: str) -> Iterator[None]:
         raise FileError(f"model {name!r} cannot be loaded: {first_line(error)}") from None
     except SafetensorError as error:
         raise FileError(f"model {name!r} has damaged weights ({error}); fetch it again") from None
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         raise UnsupportedModelError(f"model {name!r}: {first_line(error)}") from None
+    except (AttributeError, KeyError, TypeError) as error:  # what transformers says to a config it cannot follow
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UnsupportedModelError(f"model {name!r}: transformers cannot build it from its config ({why})") from error
 
 
 def locate(name: str) -> str:

@@ -100,7 +100,7 @@ def test_p07_heads_follow_the_dtype_of_the_base(tmp_path: Path) -> None:
     config = LlamaConfig(**GQA | {"vocab_size": len(byte_tokenizer())})
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "base")
-    for dtype, expected in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+    for dtype, expected in ((None, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
         model = HiSpecModel.from_base(str(tmp_path / "base"), (2,), HeadConfig(kind="mlp"), dtype=dtype)
         assert {p.dtype for p in [*model.trunk.model.parameters(), *model.heads.parameters()]} == {expected}
 

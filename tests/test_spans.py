@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from decode_fixtures import assert_close, decode, greedy, random_heads, trunk, wanted, with_heads
+from decode_fixtures import assert_close, decode, greedy, random_heads, trunk, wanted, with_heads, write_base
 from tiny_models import F1, GQA, build, reference
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hispec import Decoder, SamplingParams
 from hispec.attention import PackedAttention
+from hispec.base import load_base
 from hispec.config import HeadConfig, check_exits, default_exits
 from hispec.decode.cache import PagedAttention, Rows
 from hispec.decode.engine import make_cache, make_levels
+from hispec.decode.sampling import gumbel
 from hispec.errors import ConfigError, RequestError, UnsupportedModelError
 from hispec.heads import FullHead, Head
 from hispec.trunk import Trunk
@@ -111,23 +113,33 @@ def test_m09_positions_up_to_the_last_one_and_a_clear_error_past_it(name: str) -
     decoder.close()
 
 
-def test_m13_soft_caps_are_kept_everywhere() -> None:
-    def capped() -> PreTrainedModel:
-        model = build("gemma2")
-        model.config.attn_logit_softcapping = model.config.final_logit_softcapping = 1.0
-        for module in model.modules():
-            if hasattr(module, "attn_logit_softcapping"):
-                module.attn_logit_softcapping = 1.0  # type: ignore[assignment]
-        return model
-
-    model = capped()
+def capped(n_layers: int = 6) -> PreTrainedModel:
+    """gemma2 with both caps at 1.0 and its first layers only, on the library's eager attention."""
+    model = truncated("gemma2", n_layers)
+    model.config.attn_logit_softcapping = model.config.final_logit_softcapping = 1.0
+    for module in model.modules():
+        if hasattr(module, "attn_logit_softcapping"):
+            module.attn_logit_softcapping = 1.0  # type: ignore[assignment]
     model.set_attn_implementation("eager")
-    expected = full_logits(model)
+    return model
+
+
+def test_m13_soft_caps_are_kept_everywhere() -> None:
+    expected = full_logits(capped())
     assert float((expected - full_logits(build("gemma2"))).abs().max()) > 0.1
     own = Trunk(capped())
     for exits in SPLITS:
         torch.testing.assert_close(split_logits(own, exits), expected, rtol=1e-5, atol=1e-5)
     assert float(FullHead(own).logits(torch.full((1, 48), 1e6)).max()) <= 1.0
+    packed = PackedAttention([len(IDS)])
+    for exit_ in (2, 4):
+        got = own.unembed(own.features(own.run(IDS, POSITIONS, 0, exit_, packed))).log_softmax(-1)
+        torch.testing.assert_close(got, full_logits(capped(exit_)).log_softmax(-1), rtol=1e-5, atol=1e-5)
+    # A seeded run draws from exactly these logits.
+    [ids] = decode(own, random_heads(own, (2, 4), "mlp"), (2, 4), [IDS.tolist()], 20, temperature=1.0, seed=3).ids
+    scores_TV = full_logits(capped(), torch.tensor([*IDS.tolist(), *ids]))[len(IDS) - 1 : -1]
+    noise_TV = torch.stack([gumbel(3, len(IDS) + at, 211, torch.device("cpu")) for at in range(20)])
+    assert (scores_TV + noise_TV).argmax(-1).tolist() == ids
 
 
 ROPES: list[dict[str, Any]] = [
@@ -154,6 +166,16 @@ def test_m15_rope_scaling_is_the_librarys(rope: dict[str, Any]) -> None:
         assert decode(own, random_heads(own, exits, "mlp"), (2, 4), [prompt], 20).ids == [ids]
 
 
+def test_m15_an_unknown_rope_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = json.loads((write_base(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}})
+    )
+    with pytest.raises(UnsupportedModelError, match="cannot build it from its config .*spiral") as caught:
+        load_base(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 def test_m16_old_and_new_configs_are_the_same_model(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 500000.0}
     llama(rope_parameters=rope).save_pretrained(tmp_path)
@@ -169,6 +191,14 @@ def test_m16_old_and_new_configs_are_the_same_model(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(), new)
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
     assert float((logits() - new).abs().max()) > 1e-3, "the base matters at this position"
+    # Nowhere is the base read off a config by hand, where a default could stand in for it.
+    rooms = Path(__file__).parents[1]
+    assert not [
+        f.name
+        for room in ("hispec", "decode", "train")
+        for f in (rooms / room).glob("*.py")
+        if "rope_theta" in f.read_text()
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "opt_pre", "mistral_sw8"])
