@@ -155,7 +155,7 @@ def _reach(
     assert _active.attend is not None, "a trunk on hispec's attention runs through Trunk.run only"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out_HTD = _active.attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window, softcap)
-    return out_HTD.transpose(0, 1)[None], None
+    return out_HTD.transpose(0, 1).contiguous()[None], None  # contiguous, as some families demand
 
 
 # No mask function is registered under this name, so transformers builds no mask at all.

@@ -35,7 +35,8 @@ def check_windows(text: Any, windows: Mapping[int, int | None], max_positions: i
     Raises:
         UnsupportedModelError: naming the layer.
     """
-    width = getattr(text, "sliding_window", None)
+    # A stray key in a config.json means nothing to a family that has no such setting.
+    width = getattr(text, "sliding_window", None) if hasattr(type(text), "sliding_window") else None
     types = getattr(text, "layer_types", None) or ["sliding_attention" if width else "full_attention"] * len(windows)
     for layer, kind in enumerate(types):
         wanted = {"full_attention": None, "sliding_attention": width}.get(kind, -1)

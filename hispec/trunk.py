@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hispec.attention import NAME, Attend, PackedAttention, attending
+from hispec.attention import NAME, Attend, PackedAttention, attending, attention
 from hispec.errors import UnsupportedModelError, first_line
 from hispec.families import check_attention, check_windows, constant_positions
 from hispec.linear import prepack
@@ -138,7 +138,7 @@ class Trunk:
         with self.device:
             twin: nn.Module = make(self.model.config, place).to(self.dtype).train(False)
         own = dict(layer.named_parameters()) | dict(layer.named_buffers())
-        seen, at = _Seen(1), torch.zeros(1, dtype=torch.long, device=self.device)
+        seen, at = _Seen(), torch.zeros(1, dtype=torch.long, device=self.device)
         with torch.no_grad():
             for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
                 tensor.copy_(whole(own[name]))
@@ -203,9 +203,14 @@ class Trunk:
         self.model.set_attn_implementation(NAME)
         setattr(owner, attribute, self._walk)
         self._routes: dict[tuple[tuple[Placed, ...], tuple[int, ...]], Route] = {}
-        seen = _Seen(len(ids_T))
+        seen, positions_T = _Seen(), torch.arange(len(ids_T), device=ids_T.device)
         try:
-            hidden_TD = self.run(ids_T, torch.arange(len(ids_T), device=ids_T.device), 0, self.n_layers, seen)
+            # In two pieces: what a layer knows of the first when the second comes must lie in keys and values alone.
+            pieces = [
+                self.run(ids_T[piece], positions_T[piece], 0, self.n_layers, seen)
+                for piece in (slice(3), slice(3, None))
+            ]
+            hidden_TD = torch.cat(pieces)
             self.hidden_size = hidden_TD.shape[-1]
             with torch.no_grad():
                 got = Unembedding(self.model)(self.features(hidden_TD)).float()
@@ -220,20 +225,20 @@ class Trunk:
             got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
         ):
             raise UnsupportedModelError(
-                f"run span by span, a model of type {self.name!r} does not compute what it computes whole"
-                " (layers that share keys, are recurrent, or look at each other); it cannot be a trunk"
+                f"run piece by piece, a model of type {self.name!r} does not compute what it computes whole"
+                " (layers that share keys, attend twice, are recurrent, or look at each other); it cannot be a trunk"
             )
         check_windows(self.model.config.get_text_config(), seen.windows, self.max_positions)
         self.kv_shapes = [seen.shapes[layer] for layer in range(self.n_layers)]
 
 
 class _Seen:
-    """Attention that notes, per layer, what it is given for one document of a few tokens."""
+    """Attention over one document that comes in pieces, in the dullest way; notes, per layer, what it is given."""
 
-    def __init__(self, n_tokens: int) -> None:
+    def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}
         self.windows: dict[int, int | None] = {}
-        self._packed = PackedAttention([n_tokens])
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(
         self,
@@ -247,4 +252,7 @@ class _Seen:
     ) -> Tensor:
         self.shapes[layer] = KVShape(k_HTD.shape[0], k_HTD.shape[2], v_HTD.shape[2])
         self.windows[layer] = window
-        return self._packed(layer, q_HTD, k_HTD, v_HTD, scale, window, cap)
+        if layer in self._held:
+            k_HTD, v_HTD = (torch.cat(pair, 1) for pair in zip(self._held[layer], (k_HTD, v_HTD), strict=True))
+        self._held[layer] = k_HTD, v_HTD
+        return attention(q_HTD, k_HTD, v_HTD, scale, window, cap)

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForImageTextToText,
     BloomConfig,
     CLIPVisionConfig,
+    DiffLlamaConfig,
     FalconConfig,
     Gemma3Config,
     Gemma3TextConfig,
@@ -198,6 +199,7 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
     "sinks": (
         GptOssConfig(**SMALL, head_dim=12, num_local_experts=2, num_experts_per_tok=1), "does not know .*s_aux",
     ),
+    "attends_twice": (DiffLlamaConfig(**SMALL), "run piece by piece, .*attend twice"),
     "convolutions": (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"] * 2), "'lfm2'"),
 }  # fmt: skip
 
