@@ -71,7 +71,12 @@ class Trunk:
         owner, attribute = self._find_layers()
         self.layers: list[nn.Module] = list(getattr(owner, attribute))
         self._walk = Layers(self.layers)
-        self._probe(owner, attribute)
+        ids_T = torch.arange(5, device=self.device) % self.vocab_size
+        expected_TV = self._whole_pass(owner, attribute, ids_T)
+        model.set_attn_implementation(NAME)
+        setattr(owner, attribute, self._walk)
+        self._routes: dict[tuple[tuple[Placed, ...], tuple[int, ...]], Route] = {}
+        self._probe(ids_T, expected_TV)
         self.unembed = Unembedding(model)
         prepack([model])
 
@@ -179,9 +184,8 @@ class Trunk:
                     return owner, attribute
         raise UnsupportedModelError(f"no list of {self.n_layers} layers found in a model of type {self.name!r}")
 
-    def _probe(self, owner: nn.Module, attribute: str) -> None:
-        """Run a few tokens the model's own way, see what stands after its layers, check that hispec's way agrees."""
-        ids_T = torch.arange(5, device=self.model.device) % self.vocab_size
+    def _whole_pass(self, owner: nn.Module, attribute: str, ids_T: Tensor) -> Tensor:
+        """Logits [T, V] of a few tokens, computed the model's own way; notes what stands after its layers."""
         called: list[nn.Module] = []
         tupled: list[bool] = []
         hooks = [self.layers[-1].register_forward_hook(lambda _, __, out: tupled.append(isinstance(out, tuple)))]
@@ -192,28 +196,25 @@ class Trunk:
                 )
         try:
             with torch.no_grad():
-                expected = self.model(input_ids=ids_T[None], use_cache=False).logits[0].float()
+                logits_TV: Tensor = self.model(input_ids=ids_T[None], use_cache=False).logits[0].float()
         finally:
             for hook in hooks:
                 hook.remove()
         self._tupled = tupled[0]
         self.final_norm: nn.Module | None = next((m for m in called if "norm" in type(m).__name__.lower()), None)
         self._after_norm = [m for m in called if m is not self.final_norm]
+        return logits_TV
 
-        self.model.set_attn_implementation(NAME)
-        setattr(owner, attribute, self._walk)
-        self._routes: dict[tuple[tuple[Placed, ...], tuple[int, ...]], Route] = {}
+    def _probe(self, ids_T: Tensor, expected_TV: Tensor) -> None:
+        """Check that hispec's way agrees with the model's own, and read off what layers store."""
         seen, positions_T = _Seen(), torch.arange(len(ids_T), device=ids_T.device)
         try:
             # In two pieces: what a layer knows of the first when the second comes must lie in keys and values alone.
-            pieces = [
-                self.run(ids_T[piece], positions_T[piece], 0, self.n_layers, seen)
-                for piece in (slice(3), slice(3, None))
-            ]
-            hidden_TD = torch.cat(pieces)
+            pieces = zip(ids_T.split(3), positions_T.split(3), strict=True)
+            hidden_TD = torch.cat([self.run(ids, positions, 0, self.n_layers, seen) for ids, positions in pieces])
             self.hidden_size = hidden_TD.shape[-1]
             with torch.no_grad():
-                got = Unembedding(self.model)(self.features(hidden_TD)).float()
+                got_TV = Unembedding(self.model)(self.features(hidden_TD)).float()
         except (AttributeError, IndexError, KeyError, TypeError, RuntimeError, ValueError) as error:
             if isinstance(error, UnsupportedModelError):
                 raise
@@ -222,7 +223,7 @@ class Trunk:
             ) from error
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
         if sorted(seen.shapes) != list(range(self.n_layers)) or not torch.allclose(
-            got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+            got_TV, expected_TV, rtol=tolerance, atol=tolerance * float(expected_TV.abs().max())
         ):
             raise UnsupportedModelError(
                 f"run piece by piece, a model of type {self.name!r} does not compute what it computes whole"

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import VOCAB
 from train_fixtures import GENERATION, PLAIN, config, model_folder, prompts_file
+from transformers import AutoTokenizer
 
 from hispec.attention import PackedAttention
 from hispec.decode.decoder import Decoder
@@ -173,6 +175,19 @@ def test_c04_checkpoints_hold_heads_and_optimizer_only(tmp_path: Path) -> None:
     size = sum(path.stat().st_size for path in (Path(settings.run_dir) / "checkpoints").rglob("*.pt"))
     trunk = sum(p.numel() * p.element_size() for p in run.model.trunk.model.parameters())
     assert size < trunk / 4
+
+
+def test_m19_a_base_without_a_pad_token_is_trained_on_and_left_alone(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "llama_gqa")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    run = Training(config(tmp_path, folder))
+    run.run(Stop())
+    assert run.model.tokenizer.pad_token is None and len(run.model.tokenizer) == len(tokenizer)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert run.model.trunk.model.get_input_embeddings().num_embeddings == VOCAB
 
 
 def test_features_from_the_cache_change_nothing(tmp_path: Path) -> None:
