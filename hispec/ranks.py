@@ -25,7 +25,8 @@ class _Joined:
 
 def count() -> int:
     """Processes that a launcher (torchrun) started together with this one; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    launched = "RANK" in os.environ and "MASTER_ADDR" in os.environ
+    return int(os.environ.get("WORLD_SIZE", "1")) if launched else 1
 
 
 def is_first() -> bool:

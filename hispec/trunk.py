@@ -210,7 +210,7 @@ class Trunk:
         seen, positions_T = _Seen(), torch.arange(len(ids_T), device=ids_T.device)
         try:
             # In two pieces: what a layer knows of the first when the second comes must lie in keys and values alone.
-            pieces = zip(ids_T.split(3), positions_T.split(3), strict=True)
+            pieces = zip(torch.split(ids_T, 3), torch.split(positions_T, 3), strict=True)
             hidden_TD = torch.cat([self.run(ids, positions, 0, self.n_layers, seen) for ids, positions in pieces])
             self.hidden_size = hidden_TD.shape[-1]
             with torch.no_grad():

@@ -133,6 +133,18 @@ def test_paged_and_piece_by_piece_is_whole_and_dense(name: str) -> None:
         torch.testing.assert_close(hidden_TD, whole_TD[start:stop], rtol=0, atol=1e-4 * float(whole_TD.abs().max()))
 
 
+@pytest.mark.parametrize("name", ["opt_post_proj", "gemma3"])
+def test_shared_heads_are_saved_and_loaded_where_a_trunk_has_no_final_norm_too(name: str, tmp_path: Path) -> None:
+    make(FAMILIES[name]).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    HiSpecModel.from_base(tmp_path / "base", (1, 2, 4)).save_pretrained(tmp_path / "heads")
+    model = HiSpecModel.from_pretrained(tmp_path / "heads", exits=(2, 4))
+    assert model.exits == (2, 4)
+    with decoding(model, policy="fixed:3,4") as decoder:
+        done = decoder.generate(OWN_PROMPTS, SamplingParams(max_new_tokens=N_NEW, ignore_eos=True))
+    assert [completion.ids for completion in done] == greedy(name)
+
+
 # Rope that depends on how long the text has become.
 
 

@@ -190,6 +190,11 @@ def test_m19_a_base_without_a_pad_token_is_trained_on_and_left_alone(tmp_path: P
     assert run.model.trunk.model.get_input_embeddings().num_embeddings == VOCAB
 
 
+def test_a_norm_head_of_a_model_without_a_final_norm_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'norm' has nothing to train, this model has no final norm"):
+        Training(config(tmp_path, model_folder(tmp_path, "opt_post_proj"), head={"kind": "norm"}))
+
+
 def test_features_from_the_cache_change_nothing(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, "llama_gqa")
     cached = config(tmp_path, folder, run_dir=str(tmp_path / "cached"), train__max_steps=12)
