@@ -16,7 +16,12 @@ from hispec.trunk import KVShape
 
 
 class KVCache:
-    """Keys and values of every layer, trunk layers and head blocks alike: per layer [S, H, D]."""
+    """Keys and values of every layer, trunk layers and head blocks alike: per layer [S, H, D].
+
+    Attributes:
+        trash_block, trash_slot: behind the pool's own blocks, where padding writes; no sequence ever reads there.
+        kernels: whether attention runs through the Triton kernels; elsewhere through torch's own.
+    """
 
     def __init__(self, shapes: dict[int, KVShape], n_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         """`shapes`: layer number to what it stores per token.
@@ -24,7 +29,9 @@ class KVCache:
         Raises:
             CapacityError: the memory is not there.
         """
-        n_slots = n_blocks * BLOCK_SIZE
+        self.device, self.kernels = device, device.type == "cuda"
+        self.trash_block, self.trash_slot = n_blocks, n_blocks * BLOCK_SIZE
+        n_slots = self.trash_slot + BLOCK_SIZE
         # Neighbouring blocks are one slice there, others have to be gathered at every step.
         self.likes_neighbours = device.type == "cpu"
         try:
@@ -42,9 +49,8 @@ class KVCache:
     @torch.inference_mode()
     def copy(self, source: Sequence_[int], target: Sequence_[int]) -> None:
         """Copy whole blocks to others, in every layer."""
-        device = next(iter(self.keys.values())).device
-        from_S = torch.tensor([b * BLOCK_SIZE + i for b in source for i in range(BLOCK_SIZE)], device=device)
-        to_S = torch.tensor([b * BLOCK_SIZE + i for b in target for i in range(BLOCK_SIZE)], device=device)
+        from_S = torch.tensor([b * BLOCK_SIZE + i for b in source for i in range(BLOCK_SIZE)], device=self.device)
+        to_S = torch.tensor([b * BLOCK_SIZE + i for b in target for i in range(BLOCK_SIZE)], device=self.device)
         for stored_SHD in (*self.keys.values(), *self.values.values()):
             stored_SHD[to_S] = stored_SHD[from_S]
 

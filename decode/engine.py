@@ -14,6 +14,7 @@ from hispec.decode.cache import KVCache
 from hispec.decode.level import Level, Task
 from hispec.decode.policy import Action, Policy
 from hispec.decode.request import FinishReason
+from hispec.decode.runner import Eager, Runner
 from hispec.decode.sequence import Sequence
 from hispec.decode.stats import LevelStats, Stats
 from hispec.errors import CapacityError
@@ -44,10 +45,15 @@ class Engine:
         pool: BlockPool,
         max_batch: int,
         prefill_chunk: int = 512,
+        runner: Runner | None = None,
     ) -> None:
-        """`prefill_chunk`: most prompt tokens that are on their way through the levels at a time."""
+        """`prefill_chunk`: most prompt tokens that are on their way through the levels at a time.
+
+        `runner`: how passes over `cache` are carried out; as they come, by default.
+        """
         self.levels, self.policy, self.cache, self.pool = levels, policy, cache, pool
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
+        self.runner: Runner = runner or Eager(cache)
         self.queue: deque[Sequence] = deque()
         self.live: list[Sequence] = []
         self.count_anew()
@@ -170,7 +176,7 @@ class Engine:
                 stop = min(stop, start + budget)
                 budget -= stop - start
             if stop > start:
-                tasks.append(Task(sequence, start, stop, action.read))
+                tasks.append(Task(sequence, start, stop, action.read, action.drafts))
         return self.levels[level], tasks
 
     def _action(self, sequence: Sequence, budget: int) -> Action | None:
@@ -213,7 +219,10 @@ class Engine:
 
     def _run(self, level: Level, tasks: list[Task]) -> list[Sequence]:
         catching_up = {id(task.sequence) for task in tasks if task.sequence.goal is not None}
-        level.step(tasks, self.cache, self.stats.levels[level.index])
+        n, stats = tasks[0].drafts, self.stats.levels[level.index]
+        at_once = n > 0 and all(task.can_draft(n) for task in tasks)
+        if not (at_once and level.draft(tasks, n, self.runner, stats)):
+            level.step(tasks, self.runner, stats)
         news = [task.sequence for task in tasks if task.sequence.finish_reason is not None]
         if level is self.levels[-1]:
             self.stats.prefills += len(catching_up) == len(tasks)

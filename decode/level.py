@@ -9,7 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hispec.decode.cache import KVCache, PagedAttention, Rows
+from hispec.attention import Attend
+from hispec.decode.blocks import blocks_for
+from hispec.decode.feed import Part, select
+from hispec.decode.runner import Runner
 from hispec.decode.sequence import Sequence
 from hispec.decode.stats import LevelStats
 from hispec.heads import FullHead, Head
@@ -17,12 +20,27 @@ from hispec.trunk import Trunk
 
 
 class Task(NamedTuple):
-    """The tokens [start, stop) of a sequence, taking part in a step; and whether the level's logits are read."""
+    """The tokens [start, stop) of a sequence, taking part in a step; and whether the level's logits are read.
+
+    `drafts`: how many tokens the policy wants drafted behind them, if they are level 0's.
+    """
 
     sequence: Sequence
     start: int
     stop: int
     read: bool
+    drafts: int = 0
+
+    def can_draft(self, n: int) -> bool:
+        """Whether `n` drafts can follow in one go: greedily, within the text's limit and the blocks that are held."""
+        s = self.sequence
+        return (
+            self.drafts == n
+            and self.stop - self.start == 1
+            and s.sampler.is_argmax
+            and len(s.ids) - s.n_prompt + n <= s.params.max_new_tokens
+            and blocks_for(self.stop + n) <= len(s.table)
+        )
 
 
 class Read(NamedTuple):
@@ -43,14 +61,14 @@ class Level:
         self._placed = self._span + head.placed
 
     @torch.inference_mode()
-    def step(self, tasks: Batch[Task], cache: KVCache, stats: LevelStats) -> None:
+    def step(self, tasks: Batch[Task], runner: Runner, stats: LevelStats) -> None:
         """Pass these tokens through the level, each once, and judge what it reads."""
-        hidden_TD, features_TD = self._run(tasks, cache)
+        hidden_TD, features_TD = runner.run(self, self._parts(tasks))
         # Rows to read: those that predict a token after the prompt.
         picked: list[int] = []
         reads: list[Read] = []
         offset = 0
-        for sequence, start, stop, read in tasks:
+        for sequence, start, stop, read, _ in tasks:
             sequence.passed(self.index, stop, hidden_TD[offset : offset + stop - start])
             first = max(start, sequence.n_prompt - 1)
             if read and first < stop:
@@ -61,22 +79,40 @@ class Level:
         stats.rows += offset
         if not reads:
             return
-        logits_RV = self.head.logits(features_TD if len(picked) == offset else features_TD[picked])
+        logits_RV = runner.logits(self, features_TD if len(picked) == offset else select(features_TD, picked))
         self._judge(reads, logits_RV, stats)
 
-    def _run(self, tasks: Batch[Task], cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, D] after the span, and the head's features [T, D]."""
-        device = self.trunk.device
-        ids_T = torch.tensor([token for s, a, b, _ in tasks for token in s.ids[a:b]], device=device)
-        positions_T = torch.tensor([p for _, a, b, _ in tasks for p in range(a, b)], device=device)
-        hidden_TD = None
-        if self.index > 0:
-            waiting = [s.waiting(self.index, b - a) for s, a, b, _ in tasks]
-            hidden_TD = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+    @torch.inference_mode()
+    def draft(self, tasks: Batch[Task], n: int, runner: Runner, stats: LevelStats) -> bool:
+        """What `n` greedy steps of level 0 and the pass of the last draft do, in one go; False: the runner cannot."""
+        drafted = runner.draft(self, self._parts(tasks), n)
+        if drafted is None:
+            return False
+        # The next graph to be played writes over these.
+        hidden_BLD = drafted.hidden_LBD.transpose(0, 1).clone()
+        picks = drafted.picks_LB.t().tolist()
+        for (sequence, *_), own_LD, tokens in zip(tasks, hidden_BLD, picks, strict=False):
+            n_passed = sequence.propose(tokens)
+            sequence.passed(0, sequence.counts[0] + n_passed, own_LD[:n_passed])
+            stats.rows += n_passed
+            if -1 in tokens:
+                self._fail(sequence, len(sequence.ids) - 1)
+        stats.passes += n + 1
+        return True
+
+    def _parts(self, tasks: Batch[Task]) -> list[Part]:
+        return [
+            Part(s.ids[start:stop], start, s.table, s.waiting(self.index, stop - start) if self.index else None)
+            for s, start, stop, *_ in tasks
+        ]
+
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, attend: Attend, hidden_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [T, D] after the span, and the head's features [T, D]; a function of its tensors alone."""
         if not self._placed:
             assert hidden_TD is not None
             return hidden_TD, self.head.finish(hidden_TD, None)
-        attend = PagedAttention(cache, [Rows(s.table, a, b) for s, a, b, _ in tasks])
         n = len(self._span)
         if n == len(self._placed):
             (hidden_TD,) = self.trunk.run_placed(ids_T, positions_T, self._placed, attend, hidden_TD)
@@ -85,6 +121,13 @@ class Level:
             ids_T, positions_T, self._placed, attend, hidden_TD, keep=(n - 1, n)
         )
         return hidden_TD, self.head.finish(hidden_TD, block_TD)
+
+    def argmax(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens [R]; and the same, or -1 where the best logit is not a number."""
+        best_R, picks_R = logits_RV.max(-1)
+        if self.head.vocab_ids is not None:
+            picks_R = self.head.vocab_ids[picks_R]
+        return picks_R, torch.where(torch.isfinite(best_R), picks_R, -1)
 
     def _judge(self, reads: list[Read], logits_RV: Tensor, stats: LevelStats) -> None:
         vocab_ids = self.head.vocab_ids
@@ -103,12 +146,15 @@ class Level:
             own, rows_RV = picks[at : at + n], logits_RV[at : at + n]
             at += n
             if -1 in own:
-                sequence.finish_reason = "error"
-                sequence.error = (
-                    f"logits after layer {self.stop} are not finite (request {sequence.index}, position"
-                    f" {first + own.index(-1)}); the model or its precision is at fault: try dtype=float32"
-                )
+                self._fail(sequence, first + own.index(-1))
                 continue
             verdict = sequence.judge(self.index, first, own, rows_RV, vocab_ids)
             stats.accepted += verdict.accepted
             stats.rejected += verdict.rejected
+
+    def _fail(self, sequence: Sequence, position: int) -> None:
+        sequence.finish_reason = "error"
+        sequence.error = (
+            f"logits after layer {self.stop} are not finite (request {sequence.index}, position {position});"
+            " the model or its precision is at fault: try dtype=float32"
+        )

@@ -8,10 +8,14 @@ from hispec.errors import ConfigError
 
 
 class Action(NamedTuple):
-    """Run `level` on all tokens waiting for it; `read` its logits, or only pass the tokens through its layers."""
+    """Run `level` on all tokens waiting for it; `read` its logits, or only pass the tokens through its layers.
+
+    `drafts`, of level 0: so many steps will be wanted one after another, and then the last draft passed through.
+    """
 
     level: int
     read: bool
+    drafts: int = 0
 
 
 class Policy(Protocol):
@@ -67,7 +71,7 @@ class FixedPolicy:
             return Action(0, read=True)
         drafted = length - counts[1] - 1
         if drafted < self.windows[0]:
-            return Action(0, read=True)
+            return Action(0, read=True, drafts=self.windows[0] - drafted)
         if counts[0] < length:
             return Action(0, read=False)
         return Action(1, read=True)

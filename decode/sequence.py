@@ -112,6 +112,19 @@ class Sequence:
             self.sampler.note(logits_RV, self.ids[first + 1 : first + 1 + len(logits_RV)])
         return verdict
 
+    def propose(self, tokens: list[int]) -> int:
+        """Add drafts of level 0, up to where the text would end or a number is missing (-1).
+
+        Returns how many of the passes that made them, and of the last draft's own pass, are of use.
+        """
+        for number, token in enumerate(tokens, 1):
+            if token < 0:
+                return number
+            self.ids.append(token)
+            if self.ended:
+                return number
+        return len(tokens) + 1
+
     def commit(self) -> None:
         """Move the tokens that the last level has newly decided to `fresh`, up to where the text ends."""
         while self.n_committed <= self.counts[-1] and self.finish_reason is None:
