@@ -192,7 +192,7 @@ class Engine:
 
     def _make_room(self, tasks: list[Task]) -> list[Task]:
         """Blocks for every token of these tasks; where there are none, the youngest sequence gives up its own."""
-        for sequence, _, stop, _ in tasks:
+        for sequence, _, stop, *_ in tasks:
             while sequence in self.live and (lack := blocks_for(stop) - len(sequence.table)) > 0:
                 if self._reclaim(lack):
                     sequence.table += self.pool.allocate(lack, self._neighbour(sequence.table))

@@ -110,7 +110,9 @@ def make_feed(cache: KVCache, parts: Sequence[Part]) -> Feed:
     positions = [at for part in parts for at in range(part.start, part.start + len(part.ids))]
     if not cache.kernels:
         attend = PagedAttention(cache, [Rows(part.table, part.start, part.start + len(part.ids)) for part in parts])
-        return Feed(torch.tensor(ids), torch.tensor(positions), attend, hidden_TD)
+        return Feed(
+            torch.tensor(ids, device=cache.device), torch.tensor(positions, device=cache.device), attend, hidden_TD
+        )
     width = max(blocks_for(part.start + len(part.ids)) for part in parts)
     lengths = [len(part.ids) for part in parts]
     groups = [[b for b, n in enumerate(lengths) if (n <= SHORT) is short] for short in (True, False)]

@@ -191,7 +191,7 @@ def attend(
     window: int | None,
     cap: float | None,
 ) -> None:
-    """Attend for the sequences `chosen_C`, none of which has more than `max_rows` query tokens; fills their rows of out.
+    """Attend for the sequences `chosen_C`, each with `max_rows` query tokens at most; fills their rows of `out_THE`.
 
     `positions_T`: each query token's place in its sequence, -1 for padding. `row_starts_B1`: where each sequence's
     tokens begin. `tables_BN`: its blocks, as many as its last position needs. All index tensors are int32.
@@ -208,8 +208,8 @@ def attend(
         stats = q_HTD.new_empty(2, len(chosen_C) * max_rows, n_heads, n_splits, dtype=torch.float32)
     sizes = tiles(max_rows * group, key_size, value_size, keys_SHD.element_size())
     attend_kernel[(triton.cdiv(max_rows * group, sizes["BLOCK_M"]) * n_splits, kv_heads, len(chosen_C))](
-        out_THE, part, stats[0], stats[-1], q_HTD, keys_SHD, values_SHE, positions_T, row_starts_B1, tables_BN, chosen_C,
-        scale, cap or 1.0, window or 0, max_rows, n_splits, q_HTD.stride(0), q_HTD.stride(1), width,
+        out_THE, part, stats[0], stats[-1], q_HTD, keys_SHD, values_SHE, positions_T, row_starts_B1, tables_BN,
+        chosen_C, scale, cap or 1.0, window or 0, max_rows, n_splits, q_HTD.stride(0), q_HTD.stride(1), width,
         KV_HEADS=kv_heads, GROUP=group, KEY_SIZE=key_size, VALUE_SIZE=value_size, PAGE=BLOCK_SIZE,
         SPLIT=SPLIT if few else 0, CAPPED=cap is not None, WINDOWED=window is not None, **sizes,
     )  # fmt: skip

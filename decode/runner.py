@@ -74,8 +74,8 @@ class Graphed(Eager):
 
 
 class Exact(Eager):
-    """Gives every product the same number of rows, whatever is asked: then a token's numbers depend on the tokens before
-    it alone, bit by bit, not on batch, drafts or policy. Every token is attended for by itself."""
+    """Gives every product the same number of rows, whatever is asked, and attends for every token by itself: then a
+    token's numbers depend on the tokens before it alone, bit by bit, not on batch, drafts or policy."""
 
     def __init__(self, cache: KVCache, record: bool = False) -> None:
         super().__init__(cache)

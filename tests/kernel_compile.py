@@ -1,4 +1,4 @@
-"""Check of test_kernels that must not run under the interpreter: every kernel variant, compiled for sm_90 on any machine."""
+"""Check of test_kernels that must not run under the interpreter: every kernel variant, compiled for sm_90."""
 
 from itertools import product
 from typing import Any
@@ -64,7 +64,10 @@ def main() -> None:
         pad = triton.next_power_of_2(size)
         compile_for_hopper(
             kernels.join_kernel, element,
-            {"HEADS": 32, "VALUE_SIZE": size, "VALUE_PAD": pad, "SPLIT": kernels.SPLIT, "CHUNK": 16, "WINDOWED": windowed},
+            {
+                "HEADS": 32, "VALUE_SIZE": size, "VALUE_PAD": pad, "SPLIT": kernels.SPLIT, "CHUNK": 16,
+                "WINDOWED": windowed,
+            },
         )  # fmt: skip
         compile_for_hopper(
             kernels.write_kernel, element,

@@ -1,4 +1,4 @@
-"""The Triton kernels against a dense reference, under Triton's interpreter on a CPU; and compiled for a GPU without one.
+"""The Triton kernels against a dense reference, under Triton's interpreter; and compiled for a GPU without one.
 
 The interpreter has no bf16 product (it would multiply the bit patterns), so fp16 stands for the short types here; bf16
 runs in tests/gpu. Triton decides when it is imported whether it interprets: hence a process of its own for either.
