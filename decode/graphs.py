@@ -12,7 +12,7 @@ Letters: B sequences, R rows per sequence, T = B * R, D hidden size, V vocabular
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ log = logging.getLogger("hispec")
 
 # More rows than this per sequence is a prompt, and prompts run as they come: they are long enough to hide the host.
 MAX_ROWS = 16
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 
 
 class StaticPass:
@@ -189,19 +190,18 @@ def bucket(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def why_not(config: Any) -> str | None:
-    """Why passes of this model cannot be recorded, or None. `config`: the text model's."""
-    kinds = {str(value) for key, value in _flattened(config.to_dict()) if key in ("rope_type", "type")}
-    if moving := kinds & {"dynamic", "longrope"}:
+def why_not(config: dict[str, Any]) -> str | None:
+    """Why passes of this model cannot be recorded, or None."""
+    if moving := {"dynamic", "longrope"} & {str(v) for key, v in _flattened(config) if key in ("rope_type", "type")}:
         return f"rope of type {moving.pop()!r} changes with the length of the text"
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return "which experts run is decided on the host"
-    return None
+    return "which experts run is decided on the host" if has_experts(config) else None
 
 
-def _flattened(tree: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [
-        pair
-        for key, value in tree.items()
-        for pair in (_flattened(value) if isinstance(value, dict) else [(key, value)])
-    ]
+def has_experts(config: dict[str, Any]) -> bool:
+    """Whether a router sends tokens to different weights."""
+    return any(value for key, value in _flattened(config) if key in EXPERTS)
+
+
+def _flattened(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        yield from _flattened(value) if isinstance(value, dict) else [(key, value)]
