@@ -55,6 +55,28 @@ class KVCache:
             stored_SHD[to_S] = stored_SHD[from_S]
 
 
+def blocks_that_fit(shapes: dict[int, KVShape], dtype: torch.dtype, device: torch.device, utilization: float) -> int:
+    """Blocks for which a GPU has room, if all that is on it is to take `utilization` of its memory.
+
+    Raises:
+        CapacityError: not even one.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    room = free - round((1 - utilization) * total)
+    block = block_bytes(shapes, dtype)
+    if room < 2 * block:  # one more is the trash block
+        raise CapacityError(
+            f"KV pool: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free and gpu_memory_utilization={utilization}"
+            " leaves no room for a block; raise it, or free memory on the GPU"
+        )
+    return room // block - 1
+
+
+def block_bytes(shapes: dict[int, KVShape], dtype: torch.dtype) -> int:
+    """Bytes of one block in all layers."""
+    return BLOCK_SIZE * dtype.itemsize * sum(s.heads * (s.key_size + s.value_size) for s in shapes.values())
+
+
 @dataclass(frozen=True)
 class Rows:
     """The tokens [start, stop) of one sequence, in a pass."""

@@ -107,6 +107,10 @@ def _decoder(options: DecodeOptions) -> "Decoder":
         max_batch=options.max_batch,
         kv_blocks=options.kv_blocks,
         prefill_chunk=options.prefill_chunk,
+        exact=options.exact,
+        graphs=options.graphs,
+        compile=options.compile,
+        gpu_memory_utilization=options.gpu_memory_utilization,
     )
 
 

@@ -7,9 +7,12 @@ from typing import Any
 from tqdm import tqdm
 
 from hispec.decode.blocks import BlockPool, blocks_for
-from hispec.decode.engine import Engine, make_cache, make_levels
+from hispec.decode.cache import blocks_that_fit
+from hispec.decode.compiled import compile_layers, uncompile
+from hispec.decode.engine import Engine, make_cache, make_levels, stored
 from hispec.decode.policy import parse_policy
 from hispec.decode.request import Completion, SamplingParams
+from hispec.decode.runner import make_runner
 from hispec.decode.sequence import Sequence as Live
 from hispec.decode.stats import Stats
 from hispec.decode.text import TextStream
@@ -52,6 +55,10 @@ class Decoder:
         kv_blocks: int | None = None,
         prefill_chunk: int = 512,
         prefix_cache: bool = True,
+        exact: bool = False,
+        graphs: bool = True,
+        compile: bool = False,
+        gpu_memory_utilization: float = 0.9,
     ) -> None:
         """`exits`: which of the model's exits to use, all by default; `()` is plain decoding.
 
@@ -62,6 +69,10 @@ class Decoder:
         out as far as it goes, and the youngest requests wait or run again later.
         `prefill_chunk`: longer prompts go through the model in pieces, between which the others go on.
         `prefix_cache`: what a prompt has in common with an earlier one does not run again.
+        `exact`: bitwise the same numbers whatever batch, drafts and policy, also in bf16; slower.
+        `graphs`, `compile`: on a GPU, record short passes as CUDA graphs; compile each layer with torch.compile.
+        `gpu_memory_utilization`: how much of a GPU's memory may be taken; what is free of it is the KV pool, unless
+        `kv_blocks` says how large that is.
 
         Raises:
             ConfigError: an exit without a head, or a policy that makes no sense.
@@ -80,7 +91,13 @@ class Decoder:
         self.stop_ids = _stop_ids(model)
         self._requests: dict[int, list[Live]] = {}
         self._n_requests = 0
+        self.exact, self.graphs = exact, graphs
+        if not 0.0 < gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization: {gpu_memory_utilization} must be above 0 and at most 1")
+        self.gpu_memory_utilization = gpu_memory_utilization
         self._packed = prepack(model.heads)
+        layers = [module for level in self.levels for _, module in level.placed]
+        self._compiled = compile_layers(layers) if compile else []
         self._engine = self._new_engine(0)
 
     @property
@@ -95,7 +112,8 @@ class Decoder:
     def close(self) -> None:
         """Give back what this decoder changed in the heads (the layout of their weights) and its memory."""
         unpack(self._packed)
-        self._packed, self._engine = [], self._new_engine(0)
+        uncompile(self._compiled)
+        self._packed, self._compiled, self._engine = [], [], self._new_engine(0)
 
     def generate(
         self,
@@ -258,14 +276,23 @@ class Decoder:
 
     def _reserve(self, sequences: list[Live]) -> None:
         """Make the pool large enough, unless somebody is using it; one that is large enough is kept."""
+        if self._engine.busy:
+            return
+        if self.kv_blocks is None and self.model.trunk.device.type == "cuda":
+            if self._engine.pool.n_blocks == 0:
+                trunk = self.model.trunk
+                shapes, share = stored(self.levels), self.gpu_memory_utilization
+                self._engine = self._new_engine(blocks_that_fit(shapes, trunk.dtype, trunk.device, share))
+            return
         sizes = sorted((blocks_for(s.n_prompt + s.params.max_new_tokens) for s in sequences), reverse=True)
         wanted = self.kv_blocks or sum(sizes[: self.max_batch])
-        if self._engine.pool.n_blocks < wanted and not self._engine.busy:
+        if self._engine.pool.n_blocks < wanted:
             self._engine = self._new_engine(wanted)
 
     def _new_engine(self, n_blocks: int) -> Engine:
         cache, pool = make_cache(self.levels, n_blocks), BlockPool(n_blocks, self.prefix_cache)
-        return Engine(self.levels, self.policy, cache, pool, self.max_batch, self.prefill_chunk)
+        runner = make_runner(cache, self.model.trunk, graphs=self.graphs, exact=self.exact)
+        return Engine(self.levels, self.policy, cache, pool, self.max_batch, self.prefill_chunk, runner)
 
     def _head(self, exit_: int) -> Any:
         for head in self.model.heads_list:

@@ -19,7 +19,7 @@ from hispec.decode.sequence import Sequence
 from hispec.decode.stats import LevelStats, Stats
 from hispec.errors import CapacityError
 from hispec.heads import FullHead, Head
-from hispec.trunk import Trunk
+from hispec.trunk import KVShape, Trunk
 
 
 def make_levels(trunk: Trunk, heads: list[Head]) -> list[Level]:
@@ -261,9 +261,14 @@ class Engine:
         return table[-1] if table and self.cache.likes_neighbours else None
 
 
+def stored(levels: list[Level]) -> dict[int, KVShape]:
+    """What every trunk layer, and every head that has attention of its own, stores per token."""
+    shapes = dict(enumerate(levels[0].trunk.kv_shapes))
+    return shapes | dict(level.head.kv for level in levels if level.head.kv is not None)
+
+
 def make_cache(levels: list[Level], n_blocks: int) -> KVCache:
-    """A cache for every trunk layer and for the heads that have attention of their own."""
+    """A cache for everything that these levels store."""
     trunk = levels[0].trunk
-    shapes = dict(enumerate(trunk.kv_shapes)) | dict(level.head.kv for level in levels if level.head.kv is not None)
     with torch.inference_mode():
-        return KVCache(shapes, n_blocks, trunk.dtype, trunk.device)
+        return KVCache(stored(levels), n_blocks, trunk.dtype, trunk.device)

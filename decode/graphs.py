@@ -13,6 +13,7 @@ Letters: B sequences, R rows per sequence, T = B * R, D hidden size, V vocabular
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from hispec.decode.cache import KVCache
 from hispec.decode.feed import Index, Part, attention_over, bucket_of_blocks, layout, restage
+from hispec.errors import first_line
 
 if TYPE_CHECKING:
     from hispec.decode.level import Level
@@ -164,7 +166,11 @@ class Graphs:
             step = self._steps[key] = make()
         step.fill(parts)
         if new and self.record:
-            step.replay = self._recorded(step)
+            try:
+                step.replay = self._recorded(step)
+            except RuntimeError as error:
+                say_once(f"no CUDA graphs: a pass of this model cannot be recorded ({first_line(error)})")
+                self.record = False
         step.replay()
         return step
 
@@ -173,7 +179,7 @@ class Graphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # First runs compile kernels, size workspaces and pick algorithms: none of that may happen in a recording.
-        side = torch.cuda.Stream()
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -188,6 +194,12 @@ class Graphs:
 def bucket(n: int) -> int:
     """The next power of two."""
     return 1 << (n - 1).bit_length()
+
+
+@lru_cache
+def say_once(message: str) -> None:
+    """Warn, but not again with the same words."""
+    log.warning(message)
 
 
 def why_not(config: dict[str, Any]) -> str | None:

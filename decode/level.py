@@ -58,7 +58,7 @@ class Level:
         self.index, self.trunk, self.head = index, trunk, head
         self.start, self.stop = start, stop
         self._span = trunk.span(start, stop)
-        self._placed = self._span + head.placed
+        self.placed = self._span + head.placed
 
     @torch.inference_mode()
     def step(self, tasks: Batch[Task], runner: Runner, stats: LevelStats) -> None:
@@ -110,16 +110,14 @@ class Level:
         self, ids_T: Tensor, positions_T: Tensor, attend: Attend, hidden_TD: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [T, D] after the span, and the head's features [T, D]; a function of its tensors alone."""
-        if not self._placed:
+        if not self.placed:
             assert hidden_TD is not None
             return hidden_TD, self.head.finish(hidden_TD, None)
         n = len(self._span)
-        if n == len(self._placed):
-            (hidden_TD,) = self.trunk.run_placed(ids_T, positions_T, self._placed, attend, hidden_TD)
+        if n == len(self.placed):
+            (hidden_TD,) = self.trunk.run_placed(ids_T, positions_T, self.placed, attend, hidden_TD)
             return hidden_TD, self.head.finish(hidden_TD, None)
-        hidden_TD, block_TD = self.trunk.run_placed(
-            ids_T, positions_T, self._placed, attend, hidden_TD, keep=(n - 1, n)
-        )
+        hidden_TD, block_TD = self.trunk.run_placed(ids_T, positions_T, self.placed, attend, hidden_TD, keep=(n - 1, n))
         return hidden_TD, self.head.finish(hidden_TD, block_TD)
 
     def argmax(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:

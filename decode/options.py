@@ -68,6 +68,16 @@ class DecodeOptions(SamplingParams):
     """auto: as the model is stored."""
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """GPU: share of its memory to take. What is free of it becomes the KV pool, unless kv_blocks is given."""
+    graphs: bool = True
+    """GPU: record short passes as CUDA graphs, so that the host does not hold them up."""
+    compile: bool = False
+    """Compile each layer with torch.compile: faster short passes on a GPU, after a minute or so of compiling."""
+    exact: bool = False
+    """Bitwise the same output whatever batch, drafts and policy, in bf16 too. Every product gets one fixed row count
+    (64 on a GPU, 8 on a CPU) and every token is attended for by itself. Prompts run 64 (8) tokens at a time, and a
+    decoding step costs what that many rows cost: little more than one row on a GPU, several times as much on a CPU."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; null: torch's default."""
     stats: bool = False

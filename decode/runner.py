@@ -11,7 +11,9 @@ from torch import Tensor
 
 from hispec.decode.cache import KVCache
 from hispec.decode.feed import Part, make_feed
-from hispec.decode.graphs import MAX_ROWS, Graphs, StaticDraft
+from hispec.decode.graphs import MAX_ROWS, Graphs, StaticDraft, has_experts, say_once, why_not
+from hispec.errors import ConfigError
+from hispec.trunk import Trunk
 
 if TYPE_CHECKING:
     from hispec.decode.level import Level
@@ -99,8 +101,30 @@ class Exact(Eager):
     def logits(self, level: "Level", features_RD: Tensor) -> Tensor:
         """See `Runner`."""
         pieces = []
-        for piece_RD in features_RD.split(self.rows):
+        for piece_RD in torch.split(features_RD, self.rows):
             padded_RD = piece_RD.new_zeros(self.rows, piece_RD.shape[1])
             padded_RD[: len(piece_RD)] = piece_RD
             pieces.append(level.head.logits(padded_RD)[: len(piece_RD)])
         return torch.cat(pieces)
+
+
+def make_runner(cache: KVCache, trunk: Trunk, *, graphs: bool = True, exact: bool = False) -> Runner:
+    """The runner for a device and a model: graphs where they are wanted, on a GPU, and possible.
+
+    Raises:
+        ConfigError: exact, for a model whose products have as many rows as a router sends them.
+    """
+    config = trunk.model.config.to_dict()
+    if exact and has_experts(config):
+        raise ConfigError(
+            f"exact: not possible for {trunk.name!r}, the batch decides how many rows an expert gets; use exact=false"
+        )
+    record = graphs and cache.device.type == "cuda"
+    if cache.device.type == "cuda":
+        torch.cuda.set_device(cache.device)  # Triton launches on the current one
+    if record and (reason := why_not(config)) is not None:
+        say_once(f"no CUDA graphs for {trunk.name!r}: {reason}; passes are launched one kernel at a time")
+        record = False
+    if exact:
+        return Exact(cache, record)
+    return Graphed(cache) if record else Eager(cache)

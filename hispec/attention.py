@@ -135,7 +135,7 @@ def attending(attend: Attend) -> Iterator[None]:
         _active.attend = before
 
 
-def _reach(
+def reach(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -159,4 +159,4 @@ def _reach(
 
 
 # No mask function is registered under this name, so transformers builds no mask at all.
-AttentionInterface.register(NAME, _reach)
+AttentionInterface.register(NAME, reach)

@@ -4,6 +4,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,8 @@ def tiny() -> Trunk:
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, tie_word_embeddings=False,
     )  # fmt: skip
-    return Trunk(LlamaForCausalLM(config).eval())
+    model: Any = LlamaForCausalLM(config)
+    return Trunk(model.eval())
 
 
 OWN = tiny()

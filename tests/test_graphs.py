@@ -26,8 +26,8 @@ from transformers import LlamaConfig
 
 from hispec import SamplingParams
 from hispec.decode.engine import make_cache, make_levels
-from hispec.decode.feed import Part, make_feed
-from hispec.decode.graphs import Graphs, StaticDraft, bucket, bucket_of_blocks, why_not
+from hispec.decode.feed import Part, bucket_of_blocks, make_feed
+from hispec.decode.graphs import Graphs, StaticDraft, bucket, why_not
 from hispec.decode.runner import Graphed
 from hispec.heads import Head
 from hispec.trunk import Trunk
