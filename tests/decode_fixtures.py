@@ -115,7 +115,7 @@ def random_heads(own: Trunk, exits: Sequence[int], kind: HeadKind, vocab_ids: Te
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in (p for head in heads for p in head.parameters()):
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator).to(parameter.device))
     return heads
 
 

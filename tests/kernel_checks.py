@@ -3,10 +3,11 @@
 Letters: B sequences, T packed query tokens, H heads, D key size, E value size, S slots.
 """
 
+import os
 import traceback
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from hispec.attention import attention
 from hispec.decode import kernels
 
 SIZES = [64, 80, 96, 128, 256]
-torch.set_num_threads(1)
+# Where Triton does not interpret, these checks need a GPU; the reference is computed on the CPU in any case.
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 class Case(NamedTuple):
@@ -53,16 +56,20 @@ def case(
     )
 
 
+def launch(kernel: Any, *arguments: Any) -> None:
+    kernel(*(x.to(DEVICE) if isinstance(x, Tensor) else x for x in arguments))
+
+
 def got(it: Case, window: int | None = None, cap: float | None = None, chosen: Sequence[int] | None = None) -> Tensor:
     """What the kernels give, [T, H, E]; rows that nothing was written to are NaN."""
     chosen = range(len(it.lengths)) if chosen is None else chosen
     out_THE = it.q_HTD.new_full((it.q_HTD.shape[1], it.q_HTD.shape[0], it.values_SHE.shape[2]), float("nan"))
-    kernels.attend(
-        it.q_HTD, it.keys_SHD, it.values_SHE, it.positions_T, it.row_starts_B1, it.tables_BN,
-        torch.tensor(list(chosen), dtype=torch.int32), max(it.rows[b] for b in chosen), out_THE,
+    out_THE = out_THE.to(DEVICE)
+    launch(
+        kernels.attend, *it[:6], torch.tensor(list(chosen), dtype=torch.int32), max(it.rows[b] for b in chosen), out_THE,
         it.q_HTD.shape[2] ** -0.5, window, cap,
     )  # fmt: skip
-    return out_THE
+    return out_THE.cpu()
 
 
 def wanted(it: Case, window: int | None = None, cap: float | None = None) -> Tensor:
@@ -77,7 +84,7 @@ def wanted(it: Case, window: int | None = None, cap: float | None = None) -> Ten
 
 
 def check(it: Case, window: int | None = None, cap: float | None = None) -> None:
-    tolerance = 1e-5 if it.q_HTD.dtype == torch.float32 else 2e-3
+    tolerance = TOLERANCE[it.q_HTD.dtype]
     torch.testing.assert_close(got(it, window, cap).float(), wanted(it, window, cap), rtol=tolerance, atol=tolerance)
 
 
@@ -89,7 +96,7 @@ def heads() -> None:
 
 def sizes() -> None:
     for size in SIZES:
-        for dtype in (torch.float32, torch.float16):
+        for dtype in (torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16):
             check(case([21, 290], [2, 3], sizes=(size, size), dtype=dtype))
             check(case([33, 50], [33, 18], sizes=(size, size), dtype=dtype))
     check(case([21, 290], [2, 3], sizes=(96, 64)))
@@ -116,7 +123,7 @@ def splits() -> None:
     short, long = case([200, 130], [3, 2]), case([200, 130], [3, 2], width=64)
     long.tables_BN[:, : short.tables_BN.shape[1]] = short.tables_BN
     long = long._replace(keys_SHD=short.keys_SHD, values_SHE=short.values_SHE, q_HTD=short.q_HTD)
-    assert torch.equal(got(short), got(long)), "one split is the whole"
+    torch.testing.assert_close(got(short), got(long), rtol=1e-6, atol=1e-6, msg="one split is the whole")
     beside = case([700, 300, 40], [3, 2, 1])
     alone = got(beside, chosen=[1])
     assert torch.equal(got(beside)[3:5], alone[3:5])
@@ -152,19 +159,18 @@ def padding() -> None:
 def offsets() -> None:
     """A pool of more than 2**31 elements: only a few pages of it are ever touched."""
     n_slots = 16 * 1_100_000
-    keys, values = (torch.empty(n_slots, 2, 64, dtype=torch.float16) for _ in range(2))
+    keys, values = (torch.empty(n_slots, 2, 64, dtype=torch.float16, device=DEVICE) for _ in range(2))
     assert keys.numel() > 2**31
     it = case([40], [2], dtype=torch.float16)
     far = it._replace(keys_SHD=keys, values_SHE=values, tables_BN=it.tables_BN + 1_099_000)
     for block in it.tables_BN[0].tolist():
         here, there = (slice(16 * b, 16 * b + 16) for b in (block, block + 1_099_000))
-        keys[there], values[there] = it.keys_SHD[here], it.values_SHE[here]
+        keys[there], values[there] = it.keys_SHD[here].to(DEVICE), it.values_SHE[here].to(DEVICE)
     assert torch.equal(got(far), got(it))
     k_HTD = torch.randn(2, 1, 64).half()
-    kernels.write(
-        keys, values, k_HTD, k_HTD, torch.tensor([20]).int(), torch.zeros(1).int(), far.tables_BN, n_slots - 16
-    )
-    assert torch.equal(keys[int(far.tables_BN[0, 1]) * 16 + 4], k_HTD[:, 0])
+    at = [torch.tensor([20], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), far.tables_BN]
+    launch(kernels.write, keys, values, k_HTD, k_HTD, *at, n_slots - 16)
+    assert torch.equal(keys[int(far.tables_BN[0, 1]) * 16 + 4].cpu(), k_HTD[:, 0])
 
 
 def write() -> None:
@@ -176,19 +182,23 @@ def write() -> None:
         tables = torch.tensor([[7, 2, 5], [1, 4, 0]], dtype=torch.int32)
         positions = torch.tensor([15, 16, 17, -1, 33, 0, -1], dtype=torch.int32)
         owners = torch.tensor([0, 0, 0, 0, 1, 1, 1], dtype=torch.int32)
-        kernels.write(keys, values, k_HTD, v_HTE, positions, owners, tables, 8 * 16)
+        stored_all = [x.to(DEVICE) for x in (keys, values)]
+        launch(kernels.write, *stored_all, k_HTD, v_HTE, positions, owners, tables, 8 * 16)
         slots = torch.tensor([7 * 16 + 15, 2 * 16, 2 * 16 + 1, 0 * 16 + 1, 1 * 16])
-        for stored, given in ((keys, k_HTD), (values, v_HTE)):
+        for stored, given in zip((x.cpu() for x in stored_all), (k_HTD, v_HTE), strict=True):
             expected = torch.zeros_like(stored)
             expected[slots] = given.transpose(0, 1)[[0, 1, 2, 4, 5]]
             trash = stored[8 * 16].clone()
             stored[8 * 16] = 0
             assert torch.equal(stored, expected)
-            assert any(torch.equal(trash, given[:, t]) for t in (3, 6))
+            assert ((trash == given[:, 3]) | (trash == given[:, 6])).all()
 
+
+CHECKS = (heads, sizes, edges, windows, splits, padding, offsets, write)
 
 if __name__ == "__main__":
-    for check_ in (heads, sizes, edges, windows, splits, padding, offsets, write):
+    torch.set_num_threads(1)
+    for check_ in CHECKS:
         try:
             check_()
             print(f"{check_.__name__}: as wanted")
