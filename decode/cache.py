@@ -3,6 +3,7 @@
 Letters: H heads, T packed tokens of a pass, K tokens of one sequence, D head size, S slots of the pool.
 """
 
+import importlib.util
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
@@ -29,7 +30,8 @@ class KVCache:
         Raises:
             CapacityError: the memory is not there.
         """
-        self.device, self.kernels = device, device.type == "cuda"
+        self.device = device
+        self.kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self.trash_block, self.trash_slot = n_blocks, n_blocks * BLOCK_SIZE
         n_slots = self.trash_slot + BLOCK_SIZE
         # Neighbouring blocks are one slice there, others have to be gathered at every step.
@@ -55,19 +57,17 @@ class KVCache:
             stored_SHD[to_S] = stored_SHD[from_S]
 
 
-def blocks_that_fit(shapes: dict[int, KVShape], dtype: torch.dtype, device: torch.device, utilization: float) -> int:
-    """Blocks for which a GPU has room, if all that is on it is to take `utilization` of its memory.
+def blocks_that_fit(free: int, total: int, utilization: float, block: int) -> int:
+    """Blocks of `block` bytes for which a GPU has room, if all that is on it is to take `utilization` of its memory.
 
     Raises:
         CapacityError: not even one.
     """
-    free, total = torch.cuda.mem_get_info(device)
     room = free - round((1 - utilization) * total)
-    block = block_bytes(shapes, dtype)
     if room < 2 * block:  # one more is the trash block
         raise CapacityError(
-            f"KV pool: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free and gpu_memory_utilization={utilization}"
-            " leaves no room for a block; raise it, or free memory on the GPU"
+            f"KV pool: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free on the GPU, which leaves no room with"
+            f" gpu_memory_utilization={utilization}; raise it, at most to 1, or free memory there"
         )
     return room // block - 1
 

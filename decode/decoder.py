@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from hispec.decode.blocks import BlockPool, blocks_for
-from hispec.decode.cache import blocks_that_fit
+from hispec.decode.cache import block_bytes, blocks_that_fit
 from hispec.decode.compiled import compile_layers, uncompile
 from hispec.decode.engine import Engine, make_cache, make_levels, stored
 from hispec.decode.policy import parse_policy
@@ -280,9 +281,9 @@ class Decoder:
             return
         if self.kv_blocks is None and self.model.trunk.device.type == "cuda":
             if self._engine.pool.n_blocks == 0:
-                trunk = self.model.trunk
-                shapes, share = stored(self.levels), self.gpu_memory_utilization
-                self._engine = self._new_engine(blocks_that_fit(shapes, trunk.dtype, trunk.device, share))
+                block = block_bytes(stored(self.levels), self.model.trunk.dtype)
+                free, total = torch.cuda.mem_get_info(self.model.trunk.device)
+                self._engine = self._new_engine(blocks_that_fit(free, total, self.gpu_memory_utilization, block))
             return
         sizes = sorted((blocks_for(s.n_prompt + s.params.max_new_tokens) for s in sequences), reverse=True)
         wanted = self.kv_blocks or sum(sizes[: self.max_batch])

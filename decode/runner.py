@@ -122,6 +122,9 @@ def make_runner(cache: KVCache, trunk: Trunk, *, graphs: bool = True, exact: boo
     record = graphs and cache.device.type == "cuda"
     if cache.device.type == "cuda":
         torch.cuda.set_device(cache.device)  # Triton launches on the current one
+        if not cache.kernels:
+            say_once("triton is not installed: attention runs sequence by sequence, without CUDA graphs, and is slow")
+            record = False
     if record and (reason := why_not(config)) is not None:
         say_once(f"no CUDA graphs for {trunk.name!r}: {reason}; passes are launched one kernel at a time")
         record = False

@@ -66,8 +66,8 @@ def got(it: Case, window: int | None = None, cap: float | None = None, chosen: S
     out_THE = it.q_HTD.new_full((it.q_HTD.shape[1], it.q_HTD.shape[0], it.values_SHE.shape[2]), float("nan"))
     out_THE = out_THE.to(DEVICE)
     launch(
-        kernels.attend, *it[:6], torch.tensor(list(chosen), dtype=torch.int32), max(it.rows[b] for b in chosen), out_THE,
-        it.q_HTD.shape[2] ** -0.5, window, cap,
+        kernels.attend, *it[:6], torch.tensor(list(chosen), dtype=torch.int32), max(it.rows[b] for b in chosen),
+        out_THE, it.q_HTD.shape[2] ** -0.5, window, cap,
     )  # fmt: skip
     return out_THE.cpu()
 

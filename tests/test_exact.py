@@ -1,7 +1,7 @@
 """bf16: near-ties may flip when passes have other row counts (G22), and never with exact=true."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -10,8 +10,10 @@ from decode_fixtures import PROMPTS, Run, decoding, drain, make_engine, random_h
 from tiny_models import build
 
 from hispec import SamplingParams
+from hispec.decode.cache import block_bytes, blocks_that_fit
+from hispec.decode.engine import make_cache, make_levels, stored
 from hispec.decode.runner import Exact
-from hispec.errors import ConfigError
+from hispec.errors import CapacityError, ConfigError
 from hispec.heads import Head
 from hispec.trunk import Trunk
 
@@ -23,7 +25,7 @@ MODELS = ["llama_gqa", "qwen3", "gemma2", "opt_pre", "mistral_sw8"]
 TOLERANCE = 0.3
 
 
-@cache
+@lru_cache
 def short(name: str) -> Trunk:
     model: Any = build(name)
     return Trunk(model.to(torch.bfloat16))
@@ -97,3 +99,13 @@ def test_share_of_gpu_memory_is_checked() -> None:
             decoding(with_heads(trunk("llama_gqa")), gpu_memory_utilization=share),
         ):
             pass
+
+
+def test_the_pool_takes_what_is_free_of_its_share() -> None:
+    assert blocks_that_fit(free=70, total=100, utilization=0.9, block=6) == 9  # 60 bytes, one block of them for trash
+    with pytest.raises(CapacityError, match=r"gpu_memory_utilization=0\.3"):
+        blocks_that_fit(free=70, total=100, utilization=0.3, block=6)
+    levels = make_levels(trunk("llama_gqa"), random_heads(trunk("llama_gqa"), (2,), "block"))
+    cache = make_cache(levels, 3)
+    held = sum(x.nbytes for x in (*cache.keys.values(), *cache.values.values()))
+    assert held == 4 * block_bytes(stored(levels), torch.float32)

@@ -20,11 +20,13 @@ from decode_fixtures import (
     trunk,
     wanted,
 )
-from tiny_models import VOCAB
+from tiny_models import VOCAB, build
+from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig
 
 from hispec import SamplingParams
+from hispec.decode.compiled import compile_layers, uncompile
 from hispec.decode.engine import make_cache, make_levels
 from hispec.decode.feed import Part, bucket_of_blocks, make_feed
 from hispec.decode.graphs import Graphs, StaticDraft, bucket, why_not
@@ -185,3 +187,21 @@ def test_p09_one_wait_per_reading_step_and_no_soft_max_when_greedy(temperature: 
     with Watching(VOCAB) as seen:
         torch.randn(2, VOCAB).softmax(-1).tolist()
     assert seen.waits.total() == 1 and seen.soft_maxes == 1, "the watch sees"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # importing the compiler warns
+def test_g24_compiled_layers_give_the_same_tokens() -> None:
+    own = Trunk(build("llama_gqa"))
+    heads = random_heads(own, (2, 4), "mlp")
+    layers = compile_layers(own.layers)
+    try:
+        graphs = counters["stats"]["unique_graphs"]
+        assert decode(own, heads, (2, 4), PROMPTS[:3], 12).ids == wanted("llama_gqa", PROMPTS[:3], 12)
+        # Before the attention, after it, and the layer around both; for one row, and for any number of them.
+        assert 0 < counters["stats"]["unique_graphs"] - graphs <= 8, "layers do not share their graphs"
+    finally:
+        uncompile(layers)
+    graphs = counters["stats"]["unique_graphs"]
+    assert decode(own, [], (1,), PROMPTS[:1], 4).ids == wanted("llama_gqa", PROMPTS[:1], 4)
+    assert counters["stats"]["unique_graphs"] == graphs
