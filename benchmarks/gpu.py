@@ -111,7 +111,7 @@ class Bench:
         """Time on the device of one pass of a level and its head's verdict, the host far ahead."""
         runner = self.runners[id(levels)]
         width = self.n_blocks // max(self.options.batch)
-        hidden = torch.zeros(rows, self.trunk.hidden_size, dtype=self.trunk.dtype, device=self.trunk.device)
+        hidden = torch.randn(rows, self.trunk.hidden_size, dtype=self.trunk.dtype, device=self.trunk.device)
         entry = hidden if level.index else None
         tables = [list(range(b * width, (b + 1) * width)) for b in range(batch)]
         parts = [Part([7] * rows, self.options.context, table, entry) for table in tables]
