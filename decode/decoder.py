@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from hispec import ranks
 from hispec.decode.blocks import BlockPool, blocks_for
 from hispec.decode.cache import block_bytes, blocks_that_fit
 from hispec.decode.compiled import compile_layers, uncompile
@@ -283,7 +284,9 @@ class Decoder:
             if self._engine.pool.n_blocks == 0:
                 block = block_bytes(stored(self.levels), self.model.trunk.dtype)
                 free, total = torch.cuda.mem_get_info(self.model.trunk.device)
-                self._engine = self._new_engine(blocks_that_fit(free, total, self.gpu_memory_utilization, block))
+                fit = blocks_that_fit(free, total, self.gpu_memory_utilization, block)
+                # Ranks that decode as one must have pools of one size, or they would not admit alike.
+                self._engine = self._new_engine(ranks.share(fit) if ranks.joined() else fit)
             return
         sizes = sorted((blocks_for(s.n_prompt + s.params.max_new_tokens) for s in sequences), reverse=True)
         wanted = self.kv_blocks or sum(sizes[: self.max_batch])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from hispec import ranks
 from hispec.decode.cache import KVCache
 from hispec.decode.feed import Part, make_feed
 from hispec.decode.graphs import MAX_ROWS, Graphs, StaticDraft, has_experts, say_once, why_not
@@ -125,6 +126,9 @@ def make_runner(cache: KVCache, trunk: Trunk, *, graphs: bool = True, exact: boo
         if not cache.kernels:
             say_once("triton is not installed: attention runs sequence by sequence, without CUDA graphs, and is slow")
             record = False
+    if record and ranks.joined():
+        say_once("no CUDA graphs where several ranks share the layers: not tried yet")
+        record = False
     if record and (reason := why_not(config)) is not None:
         say_once(f"no CUDA graphs for {trunk.name!r}: {reason}; passes are launched one kernel at a time")
         record = False
