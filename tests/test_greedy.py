@@ -144,7 +144,8 @@ def test_g02_the_cache_holds_nothing_of_rejected_drafts(name: str, exits: tuple[
     params = [SamplingParams(max_new_tokens=24)] * 3
     engine = make_engine(own, heads, (3, 4), PROMPTS[1:4], params)
     for sequence, _ in engine.run():
-        check_cache(engine, sequence)
+        if sequence.finish_reason is None:  # else its blocks are the pool's again
+            check_cache(engine, sequence)
     assert engine.stats.levels[1].rejected > 0
 
 
@@ -286,7 +287,7 @@ def test_g22_in_bf16_every_token_is_the_best_within_its_rounding(name: str) -> N
 
 
 def test_g25_nothing_is_left_over_from_one_call_to_the_next() -> None:
-    with decoding(with_heads(trunk("qwen3"), (2, 4)), policy="fixed:3,4") as decoder:
+    with decoding(with_heads(trunk("qwen3"), (2, 4)), policy="fixed:3,4", prefix_cache=False) as decoder:
         params = SamplingParams(max_new_tokens=20, ignore_eos=True)
 
         def call(prompt: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
