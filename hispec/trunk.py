@@ -51,7 +51,10 @@ class Trunk:
         n_layers, hidden_size, vocab_size, max_positions: sizes of the model.
         kv_shapes: per layer, what its attention stores for one token, read off the tensors.
         final_norm: the norm after the last layer, or None (OPT's post-norm variant).
+        in_step: whether several processes must run it together, equally often.
     """
+
+    in_step = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Take over `model`: eval mode, frozen, on hispec's attention.
@@ -150,6 +153,10 @@ class Trunk:
             entry_TD = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
             self.run_placed(at, at, ((place, twin),), seen, entry_TD)
         return twin, seen.shapes[place]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights by name; where the trunk is sharded, each is whole until the next one is asked for."""
+        yield from self.model.named_parameters()
 
     def features(self, hidden_TD: Tensor) -> Tensor:
         """What the model reads its logits from: final norm, then the output projection if it has one."""

@@ -1,74 +1,103 @@
-"""Checkpoints of a run in progress: which are whole, which is the newest, and whether a run may go on from it.
+"""Checkpoints of a run in progress: written whole or not at all, and the newest good one found again.
 
-run_dir/checkpoints/step_000120/    DeepSpeed's files, and state.json, written last: with it the checkpoint is whole
+run_dir/checkpoints/step_000120/state.safetensors    heads and optimizer, whole, whatever ranks they were split over
+                                state.json           step, place in the data, settings
 """
 
 import json
+import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hispec.errors import CheckpointError, ConfigError, FileError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hispec.base import new_folder
+from hispec.errors import CheckpointError, ConfigError, first_line
+from hispec.train import ranks
 from hispec.train.config import TrainConfig
-from hispec.train.engine import Engine
 
-STATE = "state.json"
+log = logging.getLogger("hispec")
+STATE, TENSORS = "state.json", "state.safetensors"
 # Settings that do not change what is learned.
-FREE = {"train": {"save_every", "keep"}}
+FREE = {"train": {"save_every", "keep", "zero", "offload"}}
+
+
+class Checkpoint(NamedTuple):
+    """What a run goes on from: numbers on every rank, tensors on the first alone."""
+
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+# Where a new run starts.
+NOTHING = Checkpoint({"step": 0, "place": 0, "seconds": 0.0, "losses": [], "world": 0}, {})
 
 
 class Checkpoints:
-    """The checkpoints below a run folder."""
+    """The checkpoints below a run folder; the first rank alone reads and writes them."""
 
     def __init__(self, run_dir: Path, config: TrainConfig) -> None:
         self.folder = run_dir / "checkpoints"
         self.config = config
 
-    def resume(self, engine: Engine) -> dict[str, Any]:
-        """Load the newest whole checkpoint into `engine` and return its state; empty when there is none.
+    def newest(self) -> Checkpoint | None:
+        """The newest good checkpoint; None when there is none, or resume=never.
 
         Raises:
-            ConfigError: it belongs to other settings, or another number of ranks.
+            ConfigError: it belongs to other settings. CheckpointError: there are some, but none can be read.
         """
+        found = self._newest() if ranks.rank() == 0 else None
+        state = ranks.from_first(None if found is None else found.state)
+        return None if state is None else Checkpoint(state, {} if found is None else found.tensors)
+
+    def _newest(self) -> Checkpoint | None:
         if self.config.resume == "never":
-            if engine.rank == 0:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            return {}
-        found = self._whole()
-        if not found:
-            return {}
-        try:
-            state: dict[str, Any] = json.loads((found[-1] / STATE).read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{found[-1] / STATE} cannot be read ({error}); remove {found[-1]}") from None
-        self._check(state, found[-1])
-        if state["world"] != engine.world:
-            raise ConfigError(
-                f"{found[-1]} was saved by {state['world']} ranks, this run has {engine.world};"
-                " start as many, or give resume=never"
-            )
-        engine.load(self.folder, found[-1].name)
-        return state
-
-    def save(self, engine: Engine, step: int, state: dict[str, Any]) -> Path:
-        """Write a checkpoint and remove those that are too old."""
-        tag = f"step_{step:06d}"
-        engine.save(self.folder, tag)
-        if engine.rank == 0:
-            whole = {"step": step, "world": engine.world, "settings": _settings(self.config), **state}
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return None
+        for path in self.folder.glob(".step_*"):
+            log.warning("skipped %s: half-written by a run that was killed", path)
+            shutil.rmtree(path, ignore_errors=True)
+        skipped = []
+        for path in reversed(self._all()):
             try:
-                # Under its name only when complete.
-                new = self.folder / tag / f"{STATE}.new"
-                new.write_text(json.dumps(whole, indent=2) + "\n")
-                new.replace(self.folder / tag / STATE)
-            except OSError as error:
-                raise FileError(f"cannot write checkpoint {self.folder / tag}: {error.strerror}") from None
-            for old in self._whole()[: -self.config.train.keep]:
-                shutil.rmtree(old, ignore_errors=True)
-        return self.folder / tag
+                state = json.loads((path / STATE).read_text())
+                found = Checkpoint(state, load_file(path / TENSORS))
+            except (OSError, ValueError, SafetensorError) as error:
+                skipped.append(path)
+                log.warning("skipped %s: damaged or half-written (%s)", path, first_line(error))
+                continue
+            self._check(state, path)
+            return found
+        if skipped:
+            names = ", ".join(path.name for path in skipped)
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} can be read ({names});"
+                " give resume=never to start over, or another run_dir"
+            )
+        return None
 
-    def _whole(self) -> list[Path]:
-        return sorted(path.parent for path in self.folder.glob(f"step_*/{STATE}"))
+    def save(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+        """Write a checkpoint and remove those that are too old.
+
+        Raises:
+            FileError: the place cannot be written.
+        """
+        target = self.folder / f"step_{step:06d}"
+        if ranks.rank() == 0:
+            whole = {"step": step, "world": ranks.world(), "settings": _settings(self.config), **state}
+            with new_folder(target) as new:
+                save_file(tensors, new / TENSORS)
+                (new / STATE).write_text(json.dumps(whole, indent=2) + "\n")
+            for old in self._all()[: -self.config.train.keep]:
+                shutil.rmtree(old, ignore_errors=True)
+        ranks.meet()
+        return target
+
+    def _all(self) -> list[Path]:
+        return sorted(self.folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
 
     def _check(self, state: dict[str, Any], where: Path) -> None:
         now, then = _flat(_settings(self.config)), _flat(state["settings"])

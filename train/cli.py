@@ -1,16 +1,18 @@
 """hispec-train: a recipe and overrides in, a heads folder out. Nothing heavy is imported before it is needed."""
 
+import atexit
 import importlib.util
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hispec.config import known_keys, unknown_key
-from hispec.errors import ConfigError, command
+from hispec.errors import ConfigError, HiSpecError, command
 from hispec.train.config import TrainConfig
 
 HELP = """\
@@ -49,10 +51,26 @@ def run(argv: list[str]) -> None:
         raise ConfigError(f"training needs {' and '.join(missing)}; run: pip install 'hispec[train]'")
     config = load(words, own)
     # Only now what takes seconds to import.
-    from hispec.train.engine import rank
+    from hispec.train import launch, ranks
 
+    if ranks.adopt():
+        launch.check(config.launch)
+    elif not config.plan and launch.needed(config.launch):
+        sys.exit(launch.start(config.launch, argv))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("hispec").setLevel(logging.INFO if rank() == 0 else logging.ERROR)
+    logging.getLogger("hispec").setLevel(logging.INFO if ranks.rank() == 0 else logging.ERROR)
+    try:
+        _go(config)
+    except HiSpecError as error:
+        if ranks.rank() == 0:
+            raise
+        # What is wrong for all ranks the first one says; the launcher ends the others meanwhile.
+        time.sleep(5)
+        raise type(error)(f"rank {ranks.rank()}: {error}") from None
+    atexit.register(ranks.leave)
+
+
+def _go(config: TrainConfig) -> None:
     if config.plan:
         from hispec.train.plan import describe
 

@@ -81,10 +81,12 @@ class OptimConfig(Config):
     """Passes over the data; not used when max_steps is given."""
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps."""
-    micro_batch_tokens: int = Field(default=2048, ge=2)
-    """Tokens packed into one forward pass."""
-    accumulation: int = Field(default=1, ge=1)
-    """Forward passes per optimizer step, on each rank."""
+    micro_batch_tokens: int | None = Field(default=None, ge=2)
+    """Tokens packed into one forward pass; null follows from the next two, or takes 2048."""
+    accumulation: int | None = Field(default=None, ge=1)
+    """Forward passes per optimizer step, on each rank; null follows from the other two, or takes 1."""
+    global_batch_tokens: int | None = Field(default=None, ge=2)
+    """Tokens per optimizer step, of all ranks; null is the product: micro batch x accumulation x ranks."""
     warmup: float = Field(default=0.05, ge=0.0, le=1.0)
     """Share of the steps in which the learning rate rises from 0."""
     final_lr: float = Field(default=0.05, ge=0.0, le=1.0)
@@ -99,12 +101,20 @@ class OptimConfig(Config):
     """Of the packing, the order of batches and sampled answers."""
     zero: int = Field(default=0, ge=0, le=3)
     """DeepSpeed's ZeRO stage: how much of the heads' state is split over ranks. On one rank nothing is."""
+    offload: bool = False
+    """Keep the optimizer's averages in main memory; needs zero=1 or more."""
     save_every: int = Field(default=100, ge=1)
     """Steps between checkpoints; Ctrl-C and SIGTERM save one more."""
     keep: int = Field(default=2, ge=1)
     """Checkpoints kept."""
     loss: LossConfig = Field(default_factory=LossConfig)
     """What is minimised."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.offload and self.zero == 0:
+            raise ValueError("offload=true needs zero=1, 2 or 3; give one, or offload=false")
+        return self
 
 
 class EvalConfig(Config):
@@ -131,6 +141,36 @@ class WandbConfig(Config):
     """Project name."""
 
 
+class TrunkConfig(Config):
+    """How the frozen trunk lies on the ranks."""
+
+    shard: Literal["none", "zero3"] = "none"
+    """none: each rank holds it whole. zero3: for one that does not fit a GPU, each holds a part of every layer."""
+
+
+class LaunchConfig(Config):
+    """Starting ranks. Under deepspeed, torchrun, srun or mpirun the ranks are theirs, and this is left out."""
+
+    ranks: int | None = Field(default=None, ge=1)
+    """Ranks on this machine; null takes one per GPU, or one on a CPU."""
+    hostfile: str | None = None
+    """Machines, in lines `host slots=8`: so many ranks are started on each, over ssh (pdsh)..."""
+    node_rank: int | None = Field(default=None, ge=0)
+    """... or only those of the machine of this place in the hostfile, by the same command given on every machine."""
+    master_addr: str | None = None
+    """Where ranks of several machines meet; null takes the first of the hostfile."""
+    master_port: int | None = Field(default=None, ge=1, le=65535)
+    """The port there; null takes a free one, or 29500 with a hostfile."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hostfile is None and (self.node_rank is not None or self.master_addr is not None):
+            raise ValueError("node_rank and master_addr belong to a launch.hostfile; give one")
+        if self.hostfile is not None and self.ranks is not None:
+            raise ValueError("the hostfile says how many ranks each machine gets; leave out launch.ranks")
+        return self
+
+
 class TrainConfig(Config):
     """A recipe, complete."""
 
@@ -139,7 +179,9 @@ class TrainConfig(Config):
     revision: str | None = None
     """Hub revision of the trunk."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The trunk's precision; null takes float32 on a CPU and bfloat16 on a GPU. Heads are trained in float32."""
+    """The trunk's precision; null takes float32 on a CPU and bfloat16 on a GPU. Heads' weights are always float32."""
+    trunk: TrunkConfig = Field(default_factory=TrunkConfig)
+    """Whether every rank holds all of it."""
     chat_template: str | None = None
     """File with a chat template that replaces the tokenizer's own."""
     exits: list[int] | None = None
@@ -162,6 +204,8 @@ class TrainConfig(Config):
     """Where the finished heads go; null takes run_dir/heads."""
     resume: Literal["auto", "never"] = "auto"
     """auto goes on from the newest checkpoint in run_dir; never starts over and removes them."""
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    """The ranks, where no launcher has started them."""
     plan: bool = False
     """Print what would run, and stop."""
 

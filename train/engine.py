@@ -1,82 +1,86 @@
-"""DeepSpeed, and the only file that knows it: an engine that holds the heads, never the trunk."""
+"""DeepSpeed, and the only file that knows it: an engine that holds the heads, never the trunk.
+
+What was learned leaves it whole and comes back whole, whatever ZeRO stage splits it over however many ranks: so a run
+may go on with another number of them.
+
+Letters: T tokens of a micro batch, S supervised positions, D hidden size.
+"""
 
 import contextlib
 import importlib
 import logging
 import os
-import socket
 import warnings
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hispec.attention import PackedAttention
-from hispec.errors import CheckpointError, FileError, first_line
-from hispec.heads import Head
+from hispec.train import ranks
 from hispec.train.config import OptimConfig
+from hispec.train.student import Student
 
 # Whoever imports DeepSpeed first (transformers may), it need not look for an accelerator, and say what it found.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-
-
-class Student(nn.Module):
-    """All heads as one module, so that one engine holds them."""
-
-    def __init__(self, heads: nn.ModuleList) -> None:
-        super().__init__()
-        self.heads = heads
-
-    def forward(
-        self, hidden: dict[int, Tensor], ids_T: Tensor, positions_T: Tensor, rows_S: Tensor, lengths: Sequence[int]
-    ) -> list[Tensor]:
-        """Features [S, D] of each head at the positions `rows_S`, from the hidden states [T, D] at the exits."""
-        attend = PackedAttention(lengths)
-        features = []
-        for head in self.heads:
-            assert isinstance(head, Head)
-            hidden_TD = hidden[head.exit]
-            if head.placed:
-                features.append(head.features(hidden_TD, ids_T, positions_T, attend)[rows_S])
-            else:
-                features.append(head.features(hidden_TD[rows_S], ids_T, positions_T, attend))
-        return features
+# AdamW's averages, as torch calls them.
+AVERAGES = ("exp_avg", "exp_avg_sq")
 
 
 class Engine:
-    """Forward, backward and step of the heads on this rank; checkpoints of heads and optimizer."""
+    """Forward, backward and step of the heads on this rank."""
 
-    def __init__(self, heads: nn.ModuleList, config: OptimConfig) -> None:
-        """Join the launcher's ranks, or be the only one, and put the heads (float32) under DeepSpeed."""
-        deepspeed = _deepspeed()
-        _join(deepspeed)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+    def __init__(
+        self,
+        heads: nn.ModuleList,
+        config: OptimConfig,
+        accumulation: int,
+        snapshot: Mapping[str, Tensor] | None = None,
+        steps: int = 0,
+    ) -> None:
+        """Put the heads (float32) under DeepSpeed, together with the other ranks.
+
+        `snapshot`: what to go on from after so many `steps`, on the first rank; the others take it from there.
+        """
+        ranks.join()
+        deepspeed = load_deepspeed()
+        self.stage = config.zero
+        # One kernel for the whole update, where torch has one.
+        self._fused = torch.cuda.is_available() and not config.offload
+        offload = {"offload_optimizer": {"device": "cpu"}} if config.offload else {}
         settings = {
             "train_micro_batch_size_per_gpu": 1,  # one pack of documents
-            "gradient_accumulation_steps": config.accumulation,
+            "gradient_accumulation_steps": accumulation,
             "gradient_clipping": config.clip,
-            "zero_optimization": {"stage": config.zero},
+            "zero_optimization": {"stage": config.zero} | offload,
+            # torch's own AdamW, in main memory too: DeepSpeed's needs a compiler.
+            "zero_force_ds_cpu_optimizer": False,
             "optimizer": {
                 "type": "AdamW",
-                # torch's own AdamW: DeepSpeed's needs a compiler.
                 "params": {
                     "lr": config.lr,
                     "betas": config.betas,
                     "weight_decay": config.weight_decay,
                     "torch_adam": True,
+                    "fused": self._fused or None,
                 },
             },
             "steps_per_print": 10**9,
         }
-        student = Student(heads)
-        with _quiet():
-            trainable = [p for p in student.parameters() if p.requires_grad]
-            self.n_parameters = sum(p.numel() for p in trainable)
+        self._trained = {name: parameter for name, parameter in heads.named_parameters() if parameter.requires_grad}
+        self._shapes = {name: parameter.shape for name, parameter in self._trained.items()}
+        self.n_parameters = sum(shape.numel() for shape in self._shapes.values())
+        student, trainable = Student(heads), list(self._trained.values())
+        if snapshot:
+            for name, parameter in self._trained.items():
+                parameter.data.copy_(snapshot[f"weight/{name}"])
+        with quiet():
+            # Here the first rank's weights become everyone's.
             self._engine: Any = deepspeed.initialize(model=student, model_parameters=trainable, config=settings)[0]
-        self._gathered = deepspeed.zero.GatheredParameters
+        self._deepspeed = deepspeed
+        if steps:
+            self._restore_averages(snapshot or {}, steps)
 
     def features(
         self, hidden: dict[int, Tensor], ids_T: Tensor, positions_T: Tensor, rows_S: Tensor, lengths: Sequence[int]
@@ -88,7 +92,7 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's share of a step's loss: shares of ranks and micro batches are summed."""
         # DeepSpeed means over ranks; a loss that is normalised over the whole step is to be summed.
-        self._engine.backward(loss * self.world, scale_wrt_gas=False)
+        self._engine.backward(loss * ranks.world(), scale_wrt_gas=False)
 
     def step(self, lr: float) -> None:
         """After each micro batch; the last of a window updates the heads, at learning rate `lr`."""
@@ -98,74 +102,84 @@ class Engine:
 
     @property
     def optimized(self) -> list[Tensor]:
-        """The tensors the optimizer updates."""
-        return [p for group in self._engine.optimizer.param_groups for p in group["params"]]
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum of `values` over all ranks."""
-        if self.world > 1:
-            dist.all_reduce(values)
-        return values
-
-    def largest(self, value: int) -> int:
-        """The largest `value` of all ranks."""
-        if self.world == 1:
-            return value
-        shared = torch.tensor(value, device=self._engine.device)
-        dist.all_reduce(shared, dist.ReduceOp.MAX)
-        return int(shared)
+        """The tensors the optimizer updates; at ZeRO stages above 0 this rank's flat part of them."""
+        zero = self._engine.optimizer
+        match self.stage:
+            case 0:
+                return [p for group in zero.param_groups for p in group["params"]]
+            case 3:
+                return list(zero.fp32_partitioned_groups_flat)
+            case _:
+                return list(zero.single_partition_of_fp32_groups)
 
     def state(self) -> dict[str, Tensor]:
         """A copy of all tensors of the heads, whole, on every rank, under the names they are exported with."""
         heads = self._engine.module.heads
-        with self._gathered(list(heads.parameters())):
+        with self._whole(list(heads.parameters())):
             return {name: value.detach().clone() for name, value in heads.state_dict().items()}
 
-    def save(self, folder: Path, tag: str) -> None:
-        """Write heads and optimizer to folder/tag.
+    def snapshot(self) -> dict[str, Tensor]:
+        """All that training has made, whole, in the first rank's main memory (elsewhere empty): the heads' trained
+        tensors as `weight/NAME`, AdamW's averages as `exp_avg/NAME` and `exp_avg_sq/NAME`."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._trained.items():
+            # One parameter at a time: all of them whole may not fit beside the trunk.
+            with self._whole([parameter]):
+                kept = {f"weight/{name}": parameter.detach().to("cpu", copy=True)}
+            kept |= {f"{average}/{name}": self._average(parameter, average).cpu() for average in AVERAGES}
+            if ranks.rank() == 0:
+                found |= kept
+        return found
 
-        Raises:
-            FileError: the place cannot be written.
-        """
-        try:
-            with _quiet():
-                self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
-        except (OSError, RuntimeError) as error:
-            raise FileError(
-                f"cannot write checkpoint {folder / tag}: {error}; free space or choose another run_dir"
-            ) from None
+    def _restore_averages(self, snapshot: Mapping[str, Tensor], steps: int) -> None:
+        """Take over the averages of the first rank's `snapshot`, made after so many `steps`."""
+        for flat in self.optimized:
+            made = {average: torch.zeros_like(flat) for average in AVERAGES}
+            step = torch.tensor(float(steps), device=flat.device if self._fused else "cpu")
+            self._inner.state[flat] = {"step": step, **made}
+        if self.stage in (1, 2):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        for name, parameter in self._trained.items():
+            for average in AVERAGES:
+                whole = torch.empty(self._shapes[name], device=self._engine.device)
+                if ranks.rank() == 0:
+                    whole.copy_(snapshot[f"{average}/{name}"])
+                dist.broadcast(whole, 0)
+                self._set_average(parameter, average, whole)
 
-    def load(self, folder: Path, tag: str) -> None:
-        """Read heads and optimizer from folder/tag.
+    def _average(self, parameter: Tensor, average: str) -> Tensor:
+        if self.stage == 0:
+            kept: Tensor = self._inner.state[parameter][average]
+            return kept
+        whole: Tensor = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, average)
+        return whole
 
-        Raises:
-            CheckpointError: it does not fit, or is damaged.
-        """
-        try:
-            with _quiet():
-                path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
-        except (OSError, RuntimeError, KeyError, ValueError, EOFError) as error:
-            raise CheckpointError(
-                f"checkpoint {folder / tag} cannot be read ({first_line(error)}); remove it, or give resume=never"
-            ) from None
-        if path is None:
-            raise CheckpointError(f"checkpoint {folder / tag} is incomplete; remove it, or give resume=never")
+    def _set_average(self, parameter: Tensor, average: str, whole: Tensor) -> None:
+        match self.stage:
+            case 0:
+                self._inner.state[parameter][average].copy_(whole)
+            case 3:
+                # Each rank has an equal part, the last one's filled up.
+                size = -(-whole.numel() // ranks.world())
+                padded = torch.nn.functional.pad(whole.flatten(), (0, size * ranks.world() - whole.numel()))
+                part = padded[size * ranks.rank() :][:size]
+                self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, average)
+            case _:
+                self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole, average)
+
+    @property
+    def _inner(self) -> Any:
+        """torch's optimizer, inside DeepSpeed's or alone."""
+        return self._engine.optimizer if self.stage == 0 else self._engine.optimizer.optimizer
+
+    def _whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        gathered: contextlib.AbstractContextManager[None] = self._deepspeed.zero.GatheredParameters(parameters)
+        return gathered
 
 
-def rank() -> int:
-    """This process's rank, known before any engine is made."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def meet() -> None:
-    """Wait until every rank is here; alone, go on."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _join(_deepspeed())
-        dist.barrier()
-
-
-def _deepspeed() -> Any:
-    with _quiet():
+def load_deepspeed() -> Any:
+    """The library, made to start at once and in silence."""
+    with quiet():
         # By name: it has no types.
         deepspeed: Any = importlib.import_module("deepspeed")
 
@@ -177,27 +191,8 @@ def _deepspeed() -> Any:
     return deepspeed
 
 
-def _join(deepspeed: Any) -> None:
-    if dist.is_initialized():
-        return
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        alone = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        os.environ.update(alone)
-    with _quiet():
-        deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False)
-
-
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """What DeepSpeed says at start-up is said to its developers."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -3,6 +3,7 @@
 Letters: T tokens of a micro batch, S supervised positions among them, D hidden size.
 """
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hispec.attention import PackedAttention
 from hispec.errors import FileError
+from hispec.train import ranks
 from hispec.train.data import MicroBatch
 from hispec.train.losses import Truth
 from hispec.trunk import Trunk
@@ -60,7 +62,7 @@ class FeatureCache:
         self.folder, self.trunk, self.exits = folder, trunk, tuple(exits)
         sha = hashlib.sha256(f"{self.exits} {trunk.dtype}".encode())
         # Some values of every weight tell trunks apart, and need not be computed.
-        for name, weight in trunk.model.named_parameters():
+        for name, weight in trunk.weights():
             values_N = weight.detach().flatten()[:: max(1, weight.numel() // 256)]
             sha.update(f"{name} {tuple(weight.shape)}".encode() + values_N.float().cpu().numpy().tobytes())
         self._salt = sha.digest()
@@ -73,13 +75,16 @@ class FeatureCache:
             FileError: the cache cannot be written.
         """
         path = None if self.folder is None else self.folder / f"{self.key(batch)}.safetensors"
+        found = None
         if path is not None and path.is_file():
-            try:
-                return self._read(path, batch)
-            except SafetensorError:
-                pass  # a damaged file is computed again and replaced
+            with contextlib.suppress(SafetensorError):  # a damaged file is computed again and replaced
+                found = self._read(path, batch)
+        # Where ranks run the trunk together, what one of them lacks all compute.
+        if ranks.largest(int(found is None)) if self.trunk.in_step else found is None:
+            features = compute(self.trunk, self.exits, batch)
+        if found is not None:
+            return found
         self.misses += 1
-        features = compute(self.trunk, self.exits, batch)
         if path is not None:
             self._write(path, features)
         return features

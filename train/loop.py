@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hispec.errors import DivergedError
-from hispec.train import checkpoints, setup
+from hispec.heads import Head
+from hispec.train import checkpoints, ranks, setup
+from hispec.train.batch import solve
 from hispec.train.config import OptimConfig, TrainConfig
 from hispec.train.data import MicroBatch, batch_order
 from hispec.train.engine import Engine
@@ -48,24 +51,26 @@ class Training:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.folder = Path(config.run_dir)
+        self.triple = solve(config.train, ranks.world())
+        self.checkpoints = checkpoints.Checkpoints(self.folder, config)
+        found = self.checkpoints.newest() or checkpoints.NOTHING
+        self.step, self.place = found.state["step"], found.state["place"]
+        self.seconds, self.losses = found.state["seconds"], found.state["losses"]
+        self.saved_by = found.state["world"]
         prepared = setup.prepare(config)
         self.model, self.batches = prepared.model, prepared.batches
-        self.engine = Engine(prepared.heads, config.train)
+        self.engine = Engine(prepared.heads, config.train, self.triple.accumulation, found.tensors, self.step)
         self.vocab_ids = [head.vocab_ids for head in self.model.heads_list]
         self.cache = FeatureCache(
             self.folder / "features" if config.data.cache else None, self.model.trunk, self.model.exits
         )
         self.order = batch_order(len(self.batches), config.train.seed)
-        self.per_step = config.train.accumulation * self.engine.world
-        self.steps = n_steps(config.train, len(self.batches), self.engine.world)
-        self.checkpoints = checkpoints.Checkpoints(self.folder, config)
-        state = self.checkpoints.resume(self.engine)
-        self.step, self.seconds = state.get("step", 0), state.get("seconds", 0.0)
-        self.losses: list[float] = state.get("losses", [])
-        self.metrics = Metrics(self.folder, config, self.step, writes=self.engine.rank == 0)
+        self.per_step = self.triple.accumulation * self.triple.world
+        self.steps = n_steps(config.train, len(self.batches), self.per_step, self.step, self.place)
+        self.metrics = Metrics(self.folder, config, self.step, writes=ranks.rank() == 0)
         self.held_out = prepared.held_out
         self._evaluation: Evaluation | None = None
-        if self.engine.rank == 0:
+        if ranks.rank() == 0:
             self.cache.prune(self.batches)
 
     def run(self, stop: Stop) -> dict[str, Any]:
@@ -82,7 +87,7 @@ class Training:
                     f"loss {values['loss']:.3f}, {size / (time.perf_counter() - start):.0f} tokens/s", refresh=False
                 )
                 # One rank's signal stops them all.
-                code = self.engine.largest(stop.after(self.step))
+                code = ranks.largest(stop.after(self.step))
                 if code and self.step < self.steps:
                     self._interrupt(code)
                 every = self.config.eval.every
@@ -98,19 +103,19 @@ class Training:
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step over the next window of micro batches; returns and logs its means over positions."""
-        first = self.step * self.per_step
-        window = [self.batches[self.order(place)] for place in range(first, first + self.per_step)]
+        window = [self.batches[self.order(self.place + number)] for number in range(self.per_step)]
         # Of the whole step and all ranks, so that no token counts more for sharing a batch with few others.
         n_supervised = sum(len(batch.rows_S) for batch in window)
         lr = learning_rate(self.config.train, self.step, self.steps)
         sums_HM = torch.zeros(len(self.vocab_ids), len(METRICS), dtype=torch.float64, device=self.model.trunk.device)
-        for batch in window[self.engine.rank :: self.engine.world]:
+        for batch in window[ranks.rank() :: ranks.world()]:
             loss, batch_HM = self._losses(batch)
             self.engine.backward(loss / n_supervised)
             self.engine.step(lr)
             sums_HM += batch_HM
-        means = (self.engine.sum_over_ranks(sums_HM) / n_supervised).tolist()
+        means = (ranks.sum_over(sums_HM) / n_supervised).tolist()
         self.step += 1
+        self.place += self.per_step
         return self._report(lr, n_supervised, means)
 
     def _losses(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -118,13 +123,13 @@ class Training:
         trunk = self.model.trunk
         features = self.cache.get(batch)
         ids_T, positions_T, rows_S = (x.to(trunk.device) for x in (batch.ids_T, batch.positions_T, batch.rows_S))
-        # Heads are float32; beside a trunk of lower precision their products are made in the trunk's.
-        lower = trunk.dtype != torch.float32
-        with torch.autocast(trunk.device.type, dtype=trunk.dtype, enabled=lower):
+        # Heads are float32; beside a bfloat16 trunk their products are made in bfloat16. Beside a float16 one they are
+        # not: its range is too small for gradients.
+        with torch.autocast(trunk.device.type, torch.bfloat16, enabled=trunk.dtype == torch.bfloat16):
             hidden = {exit_: state_TD.float() for exit_, state_TD in features.hidden.items()}
             heads_SD = self.engine.features(hidden, ids_T, positions_T, rows_S, batch.lengths)
         losses = [
-            head_loss(state_SD.to(trunk.dtype), features.truth, head.unembed, head.vocab_ids, self.config.train.loss)
+            head_loss(state_SD.float(), features.truth, _reading(head), head.vocab_ids, self.config.train.loss)
             for head, state_SD in zip(self.model.heads_list, heads_SD, strict=True)
         ]
         total = torch.stack([loss.loss.float() for loss in losses]).sum()
@@ -141,7 +146,7 @@ class Training:
                 f"the loss is {loss} at step {self.step}; lower train.lr (now {self.config.train.lr:g}) and start over"
             )
         self.losses = [self.losses[0] if self.losses else loss, loss]
-        epoch = self.step * self.per_step / len(self.batches)
+        epoch = self.place / len(self.batches)
         values = {"loss": loss, "lr": lr, "epoch": round(epoch, 4), "supervised": n_supervised, "heads": heads}
         self.metrics.log(self.step, values)
         return values
@@ -161,14 +166,14 @@ class Training:
         self.model.heads.load_state_dict(self.engine.state())
 
     def _export(self, measured: dict[str, Any]) -> None:
-        if self.engine.rank > 0:
+        if ranks.rank() > 0:
             return
         train = self.config.train
         self.model.training = {
             "steps": self.step,
             "tokens": sum(sum(batch.lengths) for batch in self.batches),
             "supervised_tokens": sum(len(batch.rows_S) for batch in self.batches),
-            "epochs": round(self.step * self.per_step / len(self.batches), 3),
+            "epochs": round(self.place / len(self.batches), 3),
             "minutes": round(self.seconds / 60, 2),
             "trainable_parameters": self.engine.n_parameters,
             "loss_first": self.losses[0],
@@ -184,33 +189,44 @@ class Training:
         log.info("heads exported to %s", target)
 
     def _save(self) -> Path:
-        return self.checkpoints.save(self.engine, self.step, {"seconds": self.seconds, "losses": self.losses})
+        state = {"place": self.place, "seconds": self.seconds, "losses": self.losses}
+        return self.checkpoints.save(self.step, state, self.engine.snapshot())
 
     def _interrupt(self, code: int) -> None:
         where = self._save()
         self.metrics.close()
+        ranks.meet()  # a launcher ends all ranks as soon as one has left
         log.warning(
             "stopped after step %d of %d; saved %s; the same command goes on from there", self.step, self.steps, where
         )
         raise Interrupted(code)
 
     def _announce(self) -> None:
-        train, engine = self.config.train, self.engine
-        micro, effective = train.micro_batch_tokens, train.micro_batch_tokens * self.per_step
-        log.info("%s trainable parameters, %d micro batches an epoch", f"{engine.n_parameters:,}", len(self.batches))
-        shape = f"micro batch {micro} x accumulation {train.accumulation} x ranks {engine.world} = {effective}"
-        log.info("%d steps; tokens a step, at most: %s", self.steps, shape)
+        log.info(
+            "%s trainable parameters, %d micro batches an epoch", f"{self.engine.n_parameters:,}", len(self.batches)
+        )
+        log.info("%d steps; tokens a step, at most: %s", self.steps, self.triple)
         if self.step:
             log.info("going on after step %d", self.step)
+        if self.saved_by not in (0, self.triple.world):
+            log.info("saved by %d ranks, going on with %d", self.saved_by, self.triple.world)
 
     def _bar(self) -> contextlib.AbstractContextManager[Any]:
-        quiet = True if self.engine.rank else None  # None: quiet unless a person watches
+        quiet = True if ranks.rank() else None  # None: quiet unless a person watches
         return tqdm(total=self.steps, initial=self.step, desc="train", unit="step", disable=quiet)
 
 
-def n_steps(config: OptimConfig, n_batches: int, world: int) -> int:
-    """Optimizer steps of the run; the last window may reach into one more epoch."""
-    return config.max_steps or math.ceil(config.epochs * n_batches / (config.accumulation * world))
+def _reading(head: Head) -> Callable[[Tensor], Tensor]:
+    """The head's unembedding in the trunk's own precision, on features of any."""
+    return lambda features_SD: head.unembed(features_SD.to(head.trunk.dtype))
+
+
+def n_steps(config: OptimConfig, n_batches: int, per_step: int, step: int = 0, place: int = 0) -> int:
+    """Optimizer steps of a run whose first `step` took `place` micro batches, and whose others take `per_step` each.
+
+    The last window may reach into one more epoch.
+    """
+    return config.max_steps or step + max(0, math.ceil((config.epochs * n_batches - place) / per_step))
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from hispec.base import base_config, locate
 from hispec.config import HeadConfig
-from hispec.train import setup
+from hispec.train import launch, ranks, setup
 from hispec.train.answers import prompt_of
+from hispec.train.batch import solve
 from hispec.train.config import TrainConfig
 from hispec.train.data import documents_of
 from hispec.train.loop import n_steps
@@ -34,9 +35,9 @@ def describe(config: TrainConfig) -> list[str]:
     hidden = int(text.hidden_size)
     trained = [_trained(head, hidden, n_block) for head in heads]
     tokens, note = _tokens(config, base)
-    world = int(torch.cuda.device_count() or 1)
-    per_batch = max(config.train.micro_batch_tokens, config.data.max_len)
-    steps = n_steps(config.train, max(1, math.ceil(tokens / per_batch)), world)
+    world = launch.planned(config.launch)
+    triple = solve(config.train, world)
+    steps = n_steps(config.train, max(1, math.ceil(tokens / triple.micro)), triple.accumulation * world)
     dtype = setup.dtype_of(config)
     size = torch.finfo(getattr(torch, dtype)).bits // 8
     # float32 weights, gradients and two averages of AdamW; three logits-sized tensors per chunk.
@@ -44,14 +45,13 @@ def describe(config: TrainConfig) -> list[str]:
     cache = tokens * hidden * size * (len(exits) + 1) if config.data.cache else 0
     return [
         f"model      {config.model}, {n_trunk / 1e6:.1f} M parameters, {text.num_hidden_layers} layers, {dtype}",
-        f"device     {setup.device()}, {world} rank{'s' if world > 1 else ''}, ZeRO stage {config.train.zero}",
+        f"device     {ranks.device()}, {world} rank{'s' if world > 1 else ''}, ZeRO stage {config.train.zero}",
         *(
             f"exit {exit_:<5} {_head(head)}, {n / 1e6:.2f} M trainable"
             for exit_, head, n in zip(exits, heads, trained, strict=True)
         ),
         f"data       about {tokens:,} tokens an epoch{note}",
-        f"batch      {per_batch:,} tokens x {config.train.accumulation} accumulated x {world}"
-        f" = {per_batch * config.train.accumulation * world:,} a step",
+        f"batch      {triple} tokens a step",
         f"steps      about {steps}, learning rate {config.train.lr:g}, a checkpoint every {config.train.save_every}",
         f"memory     about {memory / GB:.2f} GB per rank, besides activations",
         f"disk       about {cache / GB:.2f} GB of cached features",

@@ -1,25 +1,27 @@
 """Everything a run needs before its first step, cheapest checks first: wrong exits are told before weights load."""
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from hispec.base import base_config, load_base
 from hispec.config import HeadConfig
 from hispec.errors import ConfigError, DataError, FileError
 from hispec.heads import make_heads
 from hispec.model import HiSpecModel
-from hispec.train import engine, sources, tiny
+from hispec.train import ranks, sources, tiny
 from hispec.train.answers import answered, prompt_of
+from hispec.train.batch import solve
 from hispec.train.config import TrainConfig
 from hispec.train.data import Document, MicroBatch, documents_of, frequent_tokens, pack, text_documents
 from hispec.train.masks import encode_prompt
 from hispec.train.rows import Row, read_files
+from hispec.train.shard import load_sharded
 from hispec.trunk import Trunk
 
 log = logging.getLogger("hispec")
@@ -63,17 +65,17 @@ def prepare(config: TrainConfig) -> Prepared:
     base = base_of(config)
     n_layers = int(base_config(base, config.revision).get_text_config().num_hidden_layers)
     exits = config.exits_for(n_layers)
+    micro_batch = micro_batch_of(config)
     head_configs = config.heads_for(len(exits))
     rows = read_rows(config)
-    network, tokenizer = load_base(base, config.revision, getattr(torch, dtype_of(config)), device())
+    trunk, tokenizer = load_trunk(config, base)
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
-    trunk = Trunk(network)
     if trunk.final_norm is None and any(head.kind == "norm" for head in head_configs):
         raise ConfigError("head.kind: 'norm' has nothing to train, this model has no final norm; use mlp or block")
     plain = HiSpecModel(trunk, tokenizer, nn.ModuleList(), base, config.revision)
     documents = documents_for(plain, rows, config)
-    batches = pack(documents, max(config.train.micro_batch_tokens, config.data.max_len), config.train.seed)
+    batches = pack(documents, micro_batch, config.train.seed)
     ids = _vocabularies(documents, head_configs, trunk)
     torch.manual_seed(config.train.seed)
     heads = make_heads(trunk, exits, head_configs, ids).float()
@@ -81,20 +83,39 @@ def prepare(config: TrainConfig) -> Prepared:
     return Prepared(model, heads, batches, _held_out(plain, rows.held_out, config))
 
 
+def load_trunk(config: TrainConfig, base: str) -> tuple[Trunk, PreTrainedTokenizerBase]:
+    """The trunk on this rank, or this rank's part of it, and its tokenizer. Raises as `load_base` and `Trunk`."""
+    dtype = getattr(torch, dtype_of(config))
+    if config.trunk.shard == "zero3":
+        return load_sharded(base, config.revision, dtype)
+    network, tokenizer = load_base(base, config.revision, dtype, ranks.device())
+    return Trunk(network), tokenizer
+
+
 def base_of(config: TrainConfig) -> str:
     """The trunk's name; `tiny` is made in the run folder first."""
     if config.model != tiny.NAME:
         return config.model
     folder = Path(config.run_dir) / tiny.NAME
-    if engine.rank() == 0:
+    if ranks.rank() == 0:
         tiny.write_tiny(folder)
-    engine.meet()
+    ranks.meet()
     return str(folder)
 
 
-def device() -> str:
-    """Where this rank computes."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+def micro_batch_of(config: TrainConfig) -> int:
+    """Tokens of a micro batch.
+
+    Raises:
+        ConfigError: the batch's numbers contradict each other, or a document may not fit.
+    """
+    micro_batch = solve(config.train, ranks.world()).micro
+    if micro_batch < config.data.max_len:
+        raise ConfigError(
+            f"data.max_len={config.data.max_len} does not fit a micro batch of {micro_batch} tokens;"
+            " lower it, or raise train.micro_batch_tokens"
+        )
+    return micro_batch
 
 
 def dtype_of(config: TrainConfig) -> str:
@@ -142,10 +163,10 @@ def documents_for(plain: HiSpecModel, rows: Rows, config: TrainConfig) -> list[D
     if data.answers == "trunk" and rows.chats:
         path = Path(config.run_dir) / "answers.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if engine.rank() == 0:
+        if ranks.rank() == 0:
             documents += answered(plain, rows.chats, data, seed, path)
-        engine.meet()
-        if engine.rank() > 0:
+        ranks.meet()
+        if ranks.rank() > 0:
             documents += answered(plain, rows.chats, data, seed, path)
     else:
         given = [*rows.chats, *rows.texts]

@@ -4,9 +4,12 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from hispec.train import ranks
+
 
 class Stop:
-    """While entered, notes the first signal; a second one interrupts at once.
+    """While entered, notes the first signal. A second Ctrl-C interrupts at once, if there is but one rank: to several,
+    terminal and launcher pass on the same one in turn.
 
     Attributes:
         code: the exit code that belongs to the signal (130 or 143), 0 before one came.
@@ -28,9 +31,9 @@ class Stop:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.code:
+        if self.code and number == signal.SIGINT and ranks.world() == 1:
             raise KeyboardInterrupt
-        self.code = 128 + number
+        self.code = self.code or 128 + number
 
     def after(self, step: int) -> int:
         """Exit code with which to stop after `step`; 0 to go on."""
