@@ -5,15 +5,15 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hispec.errors import ConfigError
 
 C = TypeVar("C", bound="Config")
-HeadKind = Literal["norm", "mlp", "block"]
+HeadKind = Literal["norm", "mlp", "block", "lora"]
 
 
 class Config(BaseModel):
@@ -40,11 +40,22 @@ class HeadConfig(Config):
     """What is trained at an exit."""
 
     kind: HeadKind = "block"
-    """norm: own final norm only. mlp: residual MLP. block: a whole decoder block with its own KV cache."""
+    """norm: own final norm only. mlp: residual MLP. block: a whole decoder block with its own KV cache.
+    lora: a low-rank update of the unembedding."""
     vocab_size: int | None = Field(default=None, ge=2)
     """Reduced draft vocabulary: the head predicts only this many of the most frequent tokens. null: all of them."""
     width: float = Field(default=4.0, gt=0)
     """Hidden width of an mlp head as a multiple of the model's hidden size."""
+    rank: int = Field(default=16, ge=1)
+    """Rank of a lora head's update."""
+    unembedding: Literal["shared", "copied"] = "shared"
+    """shared: the trunk's own, frozen and never stored. copied: a copy, as large as it is, trained and stored."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "lora" and self.unembedding == "copied":
+            raise ValueError("a lora head updates the shared unembedding; give unembedding=shared, or another kind")
+        return self
 
 
 def _explain(cls: type[Config], error: ValidationError) -> str:

@@ -6,21 +6,44 @@ Letters: T packed tokens, D hidden size, V vocabulary (or its reduced part).
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hispec.attention import Attend
 from hispec.config import HeadConfig
 from hispec.errors import ConfigError
-from hispec.linear import unpack
+from hispec.adapted import Handed, low_rank
+from hispec.linear import prepack, unpack
+from hispec.ranks import whole
 from hispec.trunk import KVShape, Placed, Trunk
 from hispec.unembedding import Unembedding
 
 
+class Reading(NamedTuple):
+    """What a head in training hands over to its logits; everything with a gradient is in it.
+
+    low_SR, matrix: of a lora head, the features in its low rank, and the matrix [R, V] that takes them back; of a
+    copied unembedding, the matrix [V, D].
+    """
+
+    features_SD: Tensor
+    low_SR: Tensor | None = None
+    matrix: Tensor | None = None
+
+    def rows(self, start: int, stop: int) -> "Reading":
+        """Some of the positions."""
+        low_SR = None if self.low_SR is None else self.low_SR[start:stop]
+        return Reading(self.features_SD[start:stop], low_SR, self.matrix)
+
+
 class Head(nn.Module):
-    """Reads logits from the hidden state at one exit. Its unembedding is the trunk's own: shared, frozen, never stored.
+    """Reads logits from the hidden state at one exit.
+
+    Its unembedding is the trunk's own: shared, frozen, never stored. What a head adds to it (kind lora), or a copy that
+    it trains (unembedding=copied), is its own.
 
     Attributes:
         exit: number of trunk layers run before it.
@@ -43,12 +66,28 @@ class Head(nn.Module):
         if (config.vocab_size is not None) != (vocab_ids is not None):
             raise ConfigError("head.vocab_size: a reduced vocabulary needs the list of its token ids, and only then")
         self.register_buffer("vocab_ids", vocab_ids)
-        self._unembed: list[Unembedding] = [trunk.unembed if vocab_ids is None else Unembedding(trunk.model, vocab_ids)]
+        shared = trunk.unembed if vocab_ids is None else Unembedding(trunk.model, vocab_ids)
+        self._shared = self._unembed = [shared]
+        handed = Handed(shared.matrix)
+        self._in_training = (handed, shared.replaced(handed))  # in a tuple, so that neither becomes a part of the head
         if config.kind == "mlp":
             self.mlp = ResidualMLP(trunk.hidden_size, round(config.width * trunk.hidden_size))
         elif config.kind == "block":
             self._add_block(trunk, exit_, slot)
+        elif config.kind == "lora":
+            layer = low_rank(shared.matrix, config.rank)
+            self.down, self.up = layer.lora_A["default"], layer.lora_B["default"]
+            self._unembed = [shared.replaced(layer)]
+        if config.unembedding == "copied":
+            # A parameter of the head itself: under ZeRO-3 it is whole while `forward` runs, and only then.
+            self.matrix = nn.Parameter(whole(shared.matrix.weight.detach()).clone())
         self.to(device=trunk.device, dtype=trunk.dtype)
+        if config.unembedding == "copied":
+            copied = copy.copy(shared.matrix)
+            copied._parameters = copied._parameters | {"weight": self.matrix}
+            unpack([copied])
+            prepack([copied])
+            self._unembed = [shared.replaced(copied)]
         if self.norm is not None:
             self.norm.requires_grad_(True)
         self.eval()
@@ -73,7 +112,32 @@ class Head(nn.Module):
 
     @property
     def unembed(self) -> Unembedding:
+        """What the head's logits come from."""
         return self._unembed[0]
+
+    @property
+    def shared(self) -> Unembedding:
+        """The trunk's own unembedding, over the head's vocabulary: by it the full model is compared."""
+        return self._shared[0]
+
+    def forward(self, hidden_TD: Tensor, ids_T: Tensor, positions_T: Tensor, rows_S: Tensor, attend: Attend) -> Reading:
+        """For training: what the logits at the positions `rows_S` are made of."""
+        if self.placed:
+            features_SD = self.features(hidden_TD, ids_T, positions_T, attend)[rows_S]
+        else:
+            features_SD = self.features(hidden_TD[rows_S], ids_T, positions_T, attend)
+        if self.config.kind == "lora":
+            # The matrix is the module's answer to the identity: so it is called, as ZeRO-3 wants it, and just once.
+            return Reading(features_SD, self.down(features_SD), self.up(torch.eye(self.config.rank).to(features_SD)))
+        return Reading(features_SD, None, self.matrix.clone() if self.config.unembedding == "copied" else None)
+
+    def read(self, reading: Reading) -> Tensor:
+        """For training: logits [S, V] of what `forward` handed over, without touching the head's own modules."""
+        handed, unembed = self._in_training
+        handed.low_SR, handed.matrix = reading.low_SR, reading.matrix
+        logits_SV = unembed(reading.features_SD.to(self.trunk.dtype))
+        handed.low_SR = handed.matrix = None
+        return logits_SV
 
     def train(self, mode: bool = True) -> Self:
         """Stay in eval mode: a copied block may carry dropout, and decoding has none."""

@@ -36,16 +36,28 @@ class Unembedding:
         base = base_name_of(model)
         assert base is not None
         self.wrapper._modules[base] = self.given
+        self.matrix: Any = lm_head_of(model)
         if vocab_ids is not None:
-            full = lm_head_of(model)
+            full = self.matrix
             rows = nn.Linear(full.in_features, len(vocab_ids), bias=full.bias is not None, device="meta")
             for name, tensor in full.named_parameters():
                 kept = whole(tensor.detach())[vocab_ids.to(tensor.device)]
                 setattr(rows, name, nn.Parameter(kept, requires_grad=False))
-            name = next(name for name, module in model._modules.items() if module is full)
-            self.wrapper._modules[name] = rows
+            self._put(rows)
             prepack([rows])
         self.vocab_ids = vocab_ids
+
+    def replaced(self, matrix: nn.Module) -> "Unembedding":
+        """The same with another module in the place of `matrix`, the linear layer that the logits come from."""
+        other = copy.copy(self)
+        other.wrapper = copy.copy(self.wrapper)
+        other.wrapper._modules = dict(self.wrapper._modules)
+        other._put(matrix)
+        return other
+
+    def _put(self, matrix: nn.Module) -> None:
+        name = next(name for name, module in self.wrapper._modules.items() if module is self.matrix)
+        self.wrapper._modules[name] = self.matrix = matrix
 
     def __call__(self, features_TD: Tensor) -> Tensor:
         """Logits [T, V] of normalised hidden states."""

@@ -66,7 +66,7 @@ def test_every_packaged_recipe_is_valid(capsys: pytest.CaptureFixture[str]) -> N
         (["recipe=tiny", "exits=[2,2]"], "names an exit twice"),
         (["recipe=tiny", "exits=[4,2]"], "must rise"),
         (["recipe=tiny", "heads=[{kind: norm}]"], "heads: 1 given for 2 exits"),
-        (["recipe=tiny", "data.files=[nothing.jsonl]"], "'nothing.jsonl' matches no file"),
+        (["recipe=tiny", "data.source=[nothing.jsonl]"], "'nothing.jsonl' matches no file"),
         (["recipe=tiny", "data.prompts=everyday"], "answers=trunk"),
         (["recipe=tiny", "data.samples=2"], "temperature"),
         (["recipe=tiny", "data.stdlib_tokens=0"], "no source of text"),
@@ -86,7 +86,7 @@ def test_mistakes_are_told_in_one_line(
 def test_bad_rows_are_told_with_their_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "one"}\n{"text": \n')
-    words = ["recipe=tiny", f"data.files=[{path}]", f"run_dir={tmp_path / 'run'}"]
+    words = ["recipe=tiny", f"data.source=[{path}]", f"run_dir={tmp_path / 'run'}"]
     assert "rows.jsonl:2: not valid JSON" in fails(capsys, *words)
     path.write_text("")
     assert "rows.jsonl holds no rows" in fails(capsys, *words)
@@ -135,6 +135,6 @@ def test_the_tiny_recipe_runs_and_its_answers_too(tmp_path: Path) -> None:
     run([*words, "data.prompts=everyday", "data.max_prompts=5", "data.answers=trunk", "data.max_new_tokens=10"])
     exported = HiSpecModel.from_pretrained(tmp_path / "run" / "heads")
     assert exported.exits == (1, 3)
-    assert len((tmp_path / "run" / "answers.jsonl").read_text().splitlines()) == 6
+    assert len((tmp_path / "run" / "answers" / "00000.jsonl").read_text().splitlines()) == 6
     config = json.loads((tmp_path / "run" / "heads" / "config.json").read_text())
     assert config["training"]["data"]["answers"] == "trunk" and len(config["metrics"]["exits"]) == 2

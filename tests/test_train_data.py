@@ -11,16 +11,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from train_fixtures import CHAT, CHAT_IDS, GENERATION, PLAIN, t1
 from transformers import PreTrainedTokenizerFast
 
-from hispec.errors import DataError, FileError
+from hispec.errors import DataError
 from hispec.train.data import Document, MicroBatch, batch_order, documents_of, frequent_tokens, pack
 from hispec.train.masks import Message, encode_chat, encode_prompt, encode_text, supervised
-from hispec.train.rows import Row, parse_row, read_files
+from hispec.train.rows import Row, find_files, parse_row, read_file
 
 
 def rows_file(folder: Path, *items: Any) -> Path:
     target = folder / "rows.jsonl"
     target.write_text("".join(json.dumps(item) + "\n" for item in items))
     return target
+
+
+def read_files(path: Path | str) -> list[Row]:
+    return [row for file in find_files(str(path)) for row in read_file(file)]
 
 
 def spans(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> list[str]:
@@ -117,7 +121,7 @@ def test_d09_a_cut_answer_keeps_its_half() -> None:
 def test_d10_sharegpt_keeps_all_turns_and_the_system_text(tmp_path: Path) -> None:
     turns = [("human", "hi"), ("gpt", "ok"), ("human", "B"), ("gpt", "yes")]
     row = {"id": "r1", "system": "A", "conversations": [{"from": role, "value": text} for role, text in turns]}
-    (read,) = read_files([str(rows_file(tmp_path, row))])
+    (read,) = read_files(rows_file(tmp_path, row))
     assert [message["role"] for message in read.messages] == ["system", "user", "assistant", "user", "assistant"]
     assert spans(t1(), list(read.messages)) == ["ok <|end|>", "yes <|end|>"]
 
@@ -136,11 +140,20 @@ def test_d12_conventions_may_be_mixed() -> None:
     assert all(parse_row(row, "").messages == wanted for row in rows)
 
 
-def test_d13_a_template_that_refuses_a_row_does_not_stop_the_others() -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
-    rows = [Row(str(n), (({"role": "system", "content": "A"},) if n == 3 else ()) + tuple(CHAT)) for n in range(10)]
-    documents, skipped = documents_of(rows, t1(template), max_len=64)
-    assert len(documents) == 9 and "no system" in next(iter(skipped))
+def test_d13_a_template_that_refuses_rows_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role %}"
+        "{{ raise_exception('turns must alternate') }}{% endif %}{% endfor %}"
+    ) + PLAIN
+    odd = {3: ({"role": "system", "content": "A"}, *CHAT), 7: (CHAT[0], *CHAT)}
+    rows = [Row(f"row {n}", odd.get(n, tuple(CHAT))) for n in range(10)]
+    with caplog.at_level(logging.WARNING, logger="hispec"):
+        documents, skipped = documents_of(rows, t1(template), max_len=64)
+    assert len(documents) == 8 and sum(skipped.values()) == 2
+    assert "no system) (the first: row 3)" in caplog.text and "alternate) (the first: row 7)" in caplog.text
+    with pytest.raises(DataError, match=r"row 3: refused by the chat template \(no system\)"):
+        documents_of(rows, t1(template), max_len=64, strict=True)
 
 
 def test_d16_nulls_parts_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
@@ -152,7 +165,7 @@ def test_d16_nulls_parts_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> No
     path.write_text(
         "\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8"
     )
-    first, second, third = read_files([str(path)])
+    first, second, third = read_files(path)
     assert first.messages == second.messages
     assert third.messages[0]["content"] == ""
 
@@ -162,28 +175,60 @@ def test_d16_nulls_parts_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> No
     [
         ("a.jsonl", '{"text": "hi"}\n{"text": \n', r"a\.jsonl:2: not valid JSON"),
         ("a.jsonl", "", "holds no rows"),
-        ("a.jsonl", "[1]\n", r"a\.jsonl:1: a row is a JSON object"),
-        ("a.jsonl", '{"body": "hi"}\n', r"a\.jsonl:1: a row needs messages.*body"),
-        ("a.jsonl", '{"messages": [{"role": "boss", "content": "hi"}]}\n', r"role 'boss' is unknown"),
         ("a.json", '{"text": "hi"}', "must hold a list"),
         ("a.csv", "hi", "files of type '.csv'"),
+        ("a.parquet", "hi", "a.parquet: not valid Parquet"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message) as caught:
-        read_files([str(tmp_path / name)])
+        read_files(tmp_path / name)
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="nothing_here"):
-        read_files([str(tmp_path / "nothing_here*.jsonl")])
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ([1], "a row is a JSON object"),
+        ({"body": "hi"}, "a row needs messages.*body"),
+        ({"messages": [{"role": "boss", "content": "hi"}]}, "role 'boss' is unknown"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "loss_mask must be as long as input_ids, which has 2"),
+        ({"input_ids": ["a"]}, "must be a list of token ids"),
+        ({"input_ids": [1, 999], "labels": [1, 999]}, r"not in the vocabulary, 0\.\.14"),
+    ],
+)
+def test_bad_rows_are_counted_or_with_strict_named(tmp_path: Path, item: Any, message: str) -> None:
+    rows = read_files(rows_file(tmp_path, {"text": "hi there"}, item))
+    documents, skipped = documents_of(rows, t1(), max_len=24)
+    assert len(documents) == 1 and sum(skipped.values()) == 1
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{message}.*data\.strict=false") as caught:
+        documents_of(rows, t1(), max_len=24, strict=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_token_ids_come_with_a_mask_of_answers() -> None:
+    """Masks and labels mark the tokens to be said; trained is the position before each (D06)."""
+    ids = CHAT_IDS[:9]
+    mask = {"input_ids": ids, "loss_mask": [0, 0, 0, 0, 0, 0, 1, 1, 1]}
+    labels = {"input_ids": ids, "labels": [-100] * 6 + ids[6:]}
+    chat = {"messages": CHAT[:2]}
+    first, second, third = documents_of([parse_row(row, "") for row in (mask, labels, chat)], t1(), 64)[0]
+    assert first == second == third
+    (bare,), _ = documents_of([parse_row({"input_ids": ids}, "")], t1(), 64)
+    assert list(bare.supervised) == [True] * 8 + [False]
+
+
+def test_prompt_and_completion_are_a_chat() -> None:
+    wanted = parse_row({"messages": CHAT[:2]}, "")
+    assert parse_row({"prompt": "hi there", "completion": "ok yes"}, "") == wanted
+    assert parse_row({"prompt": CHAT[:1], "completion": CHAT[1:2]}, "") == wanted
+    assert parse_row({"prompt": "hi there"}, "").messages == wanted.messages[:1]
 
 
 def test_text_is_cut_into_documents_and_trained_everywhere(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("A B C D " * 5)
-    documents, _ = documents_of(read_files([str(tmp_path / "*.txt")]), t1(), max_len=8)
+    documents, _ = documents_of(read_files(tmp_path / "*.txt"), t1(), max_len=8)
     assert [len(document.ids) for document in documents] == [8, 8, 5]
     assert all(all(document.supervised) for document in documents)
     batch = MicroBatch(tuple(documents))

@@ -14,12 +14,12 @@ from hispec.decode.policy import FixedPolicy
 from hispec.errors import DataError
 from hispec.heads import make_heads
 from hispec.model import HiSpecModel
-from hispec.train.answers import answered
+from hispec.train.answers import Answers
 from hispec.train.config import DataConfig, EvalConfig
+from hispec.train.data import Document
 from hispec.train.evaluate import Evaluation
 from hispec.train.loop import train
 from hispec.train.masks import encode_prompt
-from hispec.train.rows import Row
 from hispec.train.simulate import simulate
 from hispec.trunk import Trunk
 
@@ -80,7 +80,7 @@ def test_t23_simulated_and_measured_agree_after_training(tmp_path: Path) -> None
     (folder / "chat_template.jinja").unlink()
     assert encode_prompt(tokenizer, [{"role": "user", "content": "hi there"}]) == prompt
     settings = config(
-        tmp_path, folder, data__files=[str(data)], data__max_len=100, train__max_steps=150, train__lr=5e-3,
+        tmp_path, folder, data__source=str(data), data__max_len=100, train__max_steps=150, train__lr=5e-3,
         eval__prompts=str(held_out), eval__max_new_tokens=60,
     )  # fmt: skip
     found = train(settings)
@@ -90,7 +90,9 @@ def test_t23_simulated_and_measured_agree_after_training(tmp_path: Path) -> None
     assert all(row["top1"] > 0.8 for row in found["exits"])
 
 
-ROWS = [Row(f"row {n}", (*CHAT[: n % 2 * 2], {"role": "user", "content": f"hi w{30 + n}"})) for n in range(6)]
+PROMPTS = [
+    encode_prompt(t1(size=VOCAB), [*CHAT[: n % 2 * 2], {"role": "user", "content": f"hi w{30 + n}"}]) for n in range(6)
+]
 
 
 def settings(**changes: Any) -> DataConfig:
@@ -98,14 +100,20 @@ def settings(**changes: Any) -> DataConfig:
     return DataConfig.build({"prompts": "everyday", "answers": "trunk", "max_new_tokens": 8, "max_len": 64, **changes})
 
 
+def answered(config: DataConfig, folder: Path) -> list[Document]:
+    """The documents of all answers, written by one rank."""
+    answers = Answers(untrained(), PROMPTS, config, 0, folder)
+    answers.write()
+    return answers.documents()
+
+
 def test_answers_are_the_trunks_own_and_resume(tmp_path: Path) -> None:
-    model, path = untrained(), tmp_path / "answers.jsonl"
-    documents = answered(model, ROWS, settings(), 0, path)
+    path = tmp_path / "00000.jsonl"
+    documents = answered(settings(), tmp_path)
     header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert header["provenance"].keys() >= {"model", "dtype", "temperature", "max_new_tokens", "seed"}
-    assert len(lines) == len(ROWS)
-    for row, document in zip(ROWS, documents, strict=True):
-        prompt = encode_prompt(model.tokenizer, row.messages[:1])
+    assert header["provenance"].keys() >= {"model", "revision", "dtype", "temperature", "max_new_tokens", "seed"}
+    assert len(lines) == len(PROMPTS)
+    for prompt, document in zip(PROMPTS, documents, strict=True):
         answer, _ = reference(build("llama_gqa"), prompt, 8, stop_ids=[2])
         assert document.ids == prompt + answer
         assert [at for at, mark in enumerate(document.supervised) if mark] == list(
@@ -115,26 +123,43 @@ def test_answers_are_the_trunks_own_and_resume(tmp_path: Path) -> None:
     text = path.read_text()
     kept = text.split("\n")[:3]
     path.write_text("\n".join(kept) + '\n{"prompt": 3, "sam')
-    assert answered(model, ROWS, settings(), 0, path) == documents
+    assert answered(settings(), tmp_path) == documents
     assert path.read_text().split("\n")[:3] == kept
     assert sorted(path.read_text().split("\n")) == sorted(text.split("\n"))
 
 
+def test_ranks_share_the_answers_and_others_go_on_with_them(tmp_path: Path) -> None:
+    alone = answered(settings(samples=2, temperature=1.0), tmp_path / "alone")
+    shared = Answers(untrained(), PROMPTS, settings(samples=2, temperature=1.0), 0, tmp_path / "shared")
+    shared.write(0, 2)
+    shared.write(1, 2)
+    files = sorted((tmp_path / "shared").iterdir())
+    assert [len(path.read_text().splitlines()) for path in files] == [7, 7]  # a header and six answers each
+    assert shared.documents() == alone
+    # Two of three ranks were killed; one alone, or three others, write only what is missing.
+    files[1].write_text("\n".join(files[1].read_text().split("\n")[:3]) + "\n")
+    before = files[0].read_text()
+    for rank in range(3):
+        shared.write(rank, 3)
+    assert shared.documents() == alone
+    assert files[0].read_text().startswith(before)
+    assert sum(len(path.read_text().splitlines()) - 1 for path in (tmp_path / "shared").iterdir()) == 12
+
+
 def test_sampled_answers_do_not_depend_on_where_a_run_was_stopped(tmp_path: Path) -> None:
-    model, path = untrained(), tmp_path / "answers.jsonl"
+    path = tmp_path / "00000.jsonl"
     sampled = settings(samples=2, temperature=1.0, answer_batch=4)
-    documents = answered(model, ROWS, sampled, 0, path)
-    assert len(documents) == 2 * len(ROWS)
+    documents = answered(sampled, tmp_path)
+    assert len(documents) == 2 * len(PROMPTS)
     assert documents[0].ids != documents[1].ids
     path.write_text("\n".join(path.read_text().split("\n")[:4]) + "\n")
-    assert answered(model, ROWS, sampled, 0, path) == documents
+    assert answered(sampled, tmp_path) == documents
 
 
 def test_answers_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
-    model, path = untrained(), tmp_path / "answers.jsonl"
-    answered(model, ROWS, settings(), 0, path)
+    answered(settings(), tmp_path)
     with pytest.raises(DataError, match="max_new_tokens=8, this run has 9"):
-        answered(model, ROWS, settings(max_new_tokens=9), 0, path)
+        answered(settings(max_new_tokens=9), tmp_path)
 
 
 def test_acceptance_is_the_share_that_sampling_would_accept() -> None:

@@ -72,7 +72,8 @@ def test_t01_dropout_stays_off(tmp_path: Path) -> None:
     assert torch.equal(first.truth.final_SD, second.truth.final_SD)
     inputs = (first.hidden, batch.ids_T, batch.positions_T, batch.rows_S, batch.lengths)
     assert all(
-        torch.equal(a, b) for a, b in zip(run.engine.features(*inputs), run.engine.features(*inputs), strict=True)
+        torch.equal(a.features_SD, b.features_SD)
+        for a, b in zip(run.engine.readings(*inputs), run.engine.readings(*inputs), strict=True)
     )
 
 
@@ -213,10 +214,33 @@ def test_features_from_the_cache_change_nothing(tmp_path: Path) -> None:
     assert with_cache.cache.misses == 1
 
 
-@pytest.mark.parametrize("kind", ["norm", "mlp", "block"])
-def test_heads_learn(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("own", [{"kind": "lora", "rank": 4}, {"kind": "norm", "unembedding": "copied"}])
+def test_t04_an_unembedding_of_ones_own_trains_the_same_under_every_zero_stage(
+    tmp_path: Path, own: dict[str, Any], zero: int
+) -> None:
+    folder = model_folder(tmp_path, "llama_tied")
+    states = []
+    for stage in (zero, 0):
+        run_dir = str(tmp_path / f"zero{stage}")
+        run = Training(config(tmp_path, folder, run_dir=run_dir, train__zero=stage, train__lr=1e-2, head=own))
+        for _ in range(3):
+            run.train_step()
+        states.append((losses(run.config), run.engine.state()))
+    assert states[0][0] == pytest.approx(states[1][0], rel=1e-3)
+    assert all(torch.allclose(states[0][1][name], states[1][1][name], atol=1e-3) for name in states[1][1])
+
+
+KINDS: list[dict[str, Any]] = [
+    {"kind": "norm"}, {"kind": "mlp"}, {"kind": "block", "vocab_size": 60}, {"kind": "lora"},
+    {"kind": "lora", "vocab_size": 60, "rank": 40}, {"kind": "norm", "unembedding": "copied"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head", KINDS, ids=lambda head: " ".join(map(str, head.values())))
+def test_heads_learn(tmp_path: Path, head: dict[str, Any]) -> None:
     """On a text they see again and again, every kind gets closer to the full model."""
-    head = {"kind": kind, "vocab_size": 60 if kind == "block" else None}
+    kind = "norm" if head == {"kind": "norm"} else "more"
     settings = config(tmp_path, model_folder(tmp_path, "llama_gqa"), train__max_steps=60, train__lr=1e-2, head=head)
     train(settings)
     curve = losses(settings)

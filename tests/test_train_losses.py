@@ -1,87 +1,215 @@
-"""The chunked loss against its dense twin, and the dense one against its definition."""
+"""The chunked loss against its dense twin, the dense one against its definition, and memory against its bound."""
+
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hispec.errors import ConfigError
+from hispec.heads import Reading
 from hispec.train.config import LossConfig
-from hispec.train.losses import METRICS, Truth, dense_loss, head_loss
+from hispec.train.losses import LOSSES, METRICS, Lesson, Pair, Truth, dense_loss, head_loss, on_vocabulary
 
-S, D, V = 23, 16, 50
+S, D, V, R = 23, 16, 50, 3
 IDS = torch.tensor([0, 3, 4, 9, 17, 18, 30, 42, 49])
+MIXES: list[dict[str, float]] = [
+    {name: 1.0} for name in LOSSES
+] + [{"kl": 0.3, "ce": 0.5, "acceptance": 2.0}]  # fmt: skip
 
 
-def example(reduced: bool) -> tuple[Tensor, Truth, nn.Linear, Tensor | None]:
-    """Features of a head, what the full model says, the shared unembedding, and the head's vocabulary."""
-    generator = torch.Generator().manual_seed(0)
-    features_SD, final_SD = (torch.randn(S, D, generator=generator) for _ in range(2))
-    full = nn.Linear(D, V, bias=False).requires_grad_(False)
-    full.weight.copy_(torch.randn(V, D, generator=generator))
-    logits_SV = full(final_SD)
-    targets_S = torch.randint(0, V, (S,), generator=generator)
-    targets_S[-1] = -1
-    truth = Truth(final_SD, logits_SV.logsumexp(-1), logits_SV.argmax(-1), targets_S)
-    if not reduced:
-        return features_SD.requires_grad_(), truth, full, None
-    rows = nn.Linear(D, len(IDS), bias=False).requires_grad_(False)
-    rows.weight.copy_(full.weight[IDS])
-    return features_SD.requires_grad_(), truth, rows, IDS
+class Example:
+    """A head's features, what the full model says, the shared unembedding, and a next level."""
+
+    def __init__(self, reduced: bool, kind: str = "shared") -> None:
+        generator = torch.Generator().manual_seed(0)
+        features_SD, final_SD, self.next_SD = (torch.randn(S, D, generator=generator) for _ in range(3))
+        self.weight_VD = torch.randn(V, D, generator=generator)
+        targets_S = torch.randint(0, V, (S,), generator=generator)
+        targets_S[-1] = -1
+        logits_SV = final_SD @ self.weight_VD.T
+        self.truth = Truth(final_SD, logits_SV.logsumexp(-1), logits_SV.argmax(-1), targets_S)
+        self.ids = IDS if reduced else None
+        self.rows_VD = self.weight_VD[IDS] if reduced else self.weight_VD
+        parts: dict[str, tuple[Tensor | None, ...]] = {
+            "shared": (None, None),
+            "lora": (torch.randn(S, R, generator=generator), torch.randn(R, len(self.rows_VD), generator=generator)),
+            "copied": (None, torch.randn(self.rows_VD.shape, generator=generator)),
+        }
+        self.reading = Reading(features_SD, *parts[kind])
+        for part in self.leaves:
+            part.requires_grad_()
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [part for part in self.reading if part is not None]
+
+    def full(self, final_CD: Tensor) -> Tensor:
+        return final_CD @ self.rows_VD.T
+
+    def read(self, reading: Reading) -> Tensor:
+        if reading.matrix is None:
+            return self.full(reading.features_SD)
+        if reading.low_SR is None:
+            return reading.features_SD @ reading.matrix.T
+        return self.full(reading.features_SD) + reading.low_SR @ reading.matrix
+
+    def next_level(self, start: int, stop: int) -> Tensor:
+        return self.full(self.next_SD[start:stop]).log_softmax(-1)
+
+    def lesson(self, weights: Mapping[str, float] | None = None, **more: Any) -> Lesson:
+        return Lesson(self.read, self.full, self.ids, weights or {"kl": 1.0}, self.next_level, **more)
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("chunk", [1, 5, 23, 100])
-@pytest.mark.parametrize(
-    "weights", [{"kl": 1.0}, {"kl": 0.0, "ce": 1.0}, {"kl": 0.3, "ce": 0.5, "acceptance": 2.0, "temperature": 1.7}]
-)
-def test_chunked_is_dense(reduced: bool, chunk: int, weights: dict[str, float]) -> None:
-    features_SD, truth, unembed, vocab_ids = example(reduced)
-    config = LossConfig.build({**weights, "chunk": chunk})
-    dense = dense_loss(features_SD, truth, unembed, vocab_ids, config)
-    (expected_SD,) = torch.autograd.grad(dense.loss * 0.37, features_SD)
-    chunked = head_loss(features_SD, truth, unembed, vocab_ids, config)
-    (got_SD,) = torch.autograd.grad(chunked.loss * 0.37, features_SD)
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+@pytest.mark.parametrize("weights", MIXES, ids=lambda mix: "+".join(mix))
+@pytest.mark.parametrize(("kind", "share"), [("shared", 0.0), ("lora", 0.3), ("copied", 1.0)])
+def test_chunked_is_dense(reduced: bool, chunk: int, weights: dict[str, float], kind: str, share: float) -> None:
+    example = Example(reduced, kind)
+    lesson = example.lesson(weights, share=share, temperature=1.7, chunk=chunk)
+    dense = dense_loss(example.reading, example.truth, lesson)
+    expected = torch.autograd.grad(dense.loss * 0.37, example.leaves)
+    chunked = head_loss(example.reading, example.truth, lesson)
+    got = torch.autograd.grad(chunked.loss * 0.37, example.leaves)
     assert torch.allclose(chunked.loss, dense.loss, rtol=1e-5)
     assert torch.allclose(chunked.sums_M, dense.sums_M, rtol=1e-5)
-    assert torch.allclose(got_SD, expected_SD, rtol=1e-4, atol=1e-7)
+    for ours, dull in zip(got, expected, strict=True):
+        assert torch.allclose(ours, dull, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_definitions(reduced: bool) -> None:
-    """KL, cross-entropy and acceptance, written out token by token."""
-    features_SD, truth, unembed, vocab_ids = example(reduced)
-    q_SV = unembed(features_SD.detach()).softmax(-1)
-    restricted_SV = unembed(truth.final_SD)
-    p_SV, true_SV = restricted_SV.softmax(-1), (restricted_SV - truth.logsumexp_S[:, None]).exp()
-    ids = list(range(V)) if vocab_ids is None else vocab_ids.tolist()
-    ce = -sum(q_SV[s, ids.index(t)].log() for s, t in enumerate(truth.targets_S.tolist()) if t in ids)
-    top1 = sum(ids[int(q_SV[s].argmax())] == int(truth.argmax_S[s]) for s in range(S))
-    got = dict(
-        zip(METRICS, dense_loss(features_SD, truth, unembed, vocab_ids, LossConfig()).sums_M.tolist(), strict=True)
-    )
-    assert got["kl"] == pytest.approx(float((p_SV * (p_SV / q_SV).log()).sum()), rel=1e-4)
-    assert got["ce"] == pytest.approx(float(ce), rel=1e-5)
-    assert got["acceptance"] == pytest.approx(float(torch.minimum(true_SV, q_SV).sum()), rel=1e-5)
-    assert got["top1"] == top1
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_its_formula(name: str, reduced: bool) -> None:
+    """Written out token by token, in double precision."""
+    example = Example(reduced)
+    lesson = example.lesson({name: 1.0})
+    q_SV = example.read(example.reading).detach().double().softmax(-1)
+    restricted_SV = example.full(example.truth.final_SD).double()
+    p_SV, true_SV = restricted_SV.softmax(-1), (restricted_SV - example.truth.logsumexp_S[:, None]).exp()
+    ids = list(range(V)) if example.ids is None else example.ids.tolist()
+    targets, m_SV = example.truth.targets_S.tolist(), (p_SV + q_SV) / 2
+    accepted_S = torch.minimum(true_SV, q_SV).sum(-1)
+    # The head never says what is not in its vocabulary: all of that mass is a difference.
+    lost_S = 1.0 - true_SV.sum(-1)
+    wanted = {
+        "ce": -sum(float(q_SV[s, ids.index(t)].log()) for s, t in enumerate(targets) if t in ids),
+        "kl": float((p_SV * (p_SV / q_SV).log()).sum()),
+        "reverse_kl": float((q_SV * (q_SV / p_SV).log()).sum()),
+        "jsd": float((p_SV * (p_SV / m_SV).log()).sum() + (q_SV * (q_SV / m_SV).log()).sum()) / 2,
+        "tv": float(((true_SV - q_SV).abs().sum(-1) + lost_S).sum() / 2),
+        "acceptance": float(-accepted_S.log().sum()),
+    }  # fmt: skip
+    got = dense_loss(example.reading, example.truth, lesson)
+    assert float(got.loss.detach()) == pytest.approx(wanted[name], rel=1e-4)
+    metrics = dict(zip(METRICS, got.sums_M.tolist(), strict=True))
+    assert metrics["loss"] == pytest.approx(wanted[name], rel=1e-4)
+    assert metrics["kl"] == pytest.approx(wanted["kl"], rel=1e-4)
+    assert metrics["ce"] == pytest.approx(wanted["ce"], rel=1e-4)
+    assert metrics["acceptance"] == pytest.approx(float(accepted_S.sum()), rel=1e-4)
+    picks = [ids[int(at)] for at in q_SV.argmax(-1)]
+    assert metrics["top1"] == sum(a == b for a, b in zip(picks, example.truth.argmax_S.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_the_teacher_may_be_the_next_level_or_a_mix(share: float) -> None:
+    example = Example(False)
+    got = dense_loss(example.reading, example.truth, example.lesson(share=share))
+    p_SV = (1 - share) * example.full(example.truth.final_SD).softmax(-1)
+    p_SV = p_SV + share * example.full(example.next_SD).softmax(-1)
+    q_SV = example.read(example.reading).detach().softmax(-1)
+    assert float(got.loss.detach()) == pytest.approx(float((p_SV * (p_SV / q_SV).log()).sum()), rel=1e-4)
+    plain = dense_loss(example.reading, example.truth, example.lesson())
+    assert torch.equal(got.sums_M[1:], plain.sums_M[1:])  # what is reported is against the full model, always
+
+
+def test_levels_of_other_vocabularies_are_told_on_ones_own() -> None:
+    log_CV = torch.randn(4, V).log_softmax(-1)
+    own = log_CV[:, IDS].log_softmax(-1)
+    wanted = torch.tensor([3, 5, 49])
+    told = on_vocabulary(own, IDS, wanted, V).exp()
+    assert torch.equal(told[:, 0], own[:, 1].exp()) and torch.equal(told[:, 2], own[:, 8].exp())
+    assert not told[:, 1].any()
+    assert torch.equal(on_vocabulary(log_CV, None, wanted, V), log_CV[:, wanted])
+    whole = on_vocabulary(own, IDS, None, V).exp()
+    assert whole.shape == (4, V) and torch.allclose(whole.sum(-1), torch.ones(4))
+
+
+def test_weights_move_from_the_first_mix_to_the_last() -> None:
+    config = LossConfig.build({"kl": 1.0, "final": {"acceptance": 2.0}})
+    assert config.weights_at(0.0) | {} == config.weights()
+    half = config.weights_at(0.5)
+    assert (half["kl"], half["acceptance"], half["ce"]) == (0.5, 1.0, 0.0)
+    assert config.weights_at(1.0) == config.final.weights() if config.final else False
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        LossConfig.build({"final": {"kl": 0.0}})
 
 
 def test_the_full_model_itself_is_at_the_minimum() -> None:
-    _, truth, unembed, _ = example(False)
-    features_SD = truth.final_SD.clone().requires_grad_()
-    config = LossConfig(kl=1.0, acceptance=1.0)
-    loss = head_loss(features_SD, truth, unembed, None, config)
-    assert loss.loss.item() == pytest.approx(0.0, abs=1e-4)
-    assert dict(zip(METRICS, loss.sums_M.tolist(), strict=True))["acceptance"] == pytest.approx(S, abs=1e-4)
+    example = Example(False)
+    reading = Reading(example.truth.final_SD.clone().requires_grad_())
+    for name in ("kl", "reverse_kl", "jsd", "tv", "acceptance"):
+        found = head_loss(reading, example.truth, example.lesson({name: 1.0}))
+        assert found.loss.item() == pytest.approx(0.0, abs=1e-4)
+        assert dict(zip(METRICS, found.sums_M.tolist(), strict=True))["acceptance"] == pytest.approx(S, abs=1e-4)
 
 
 def test_t20_no_more_than_a_chunk_of_logits_exists() -> None:
-    """Peak: every call of the unembedding sees at most `chunk` rows."""
-    features_SD, truth, unembed, _ = example(False)
+    """Every call of the unembedding sees at most `chunk` rows."""
+    example = Example(False)
     seen: list[int] = []
 
     def counting(part_CD: Tensor) -> Tensor:
         seen.append(len(part_CD))
-        result: Tensor = unembed(part_CD)
-        return result
+        return part_CD @ example.weight_VD.T
 
-    head_loss(features_SD, truth, counting, None, LossConfig(chunk=7)).loss.backward()  # type: ignore[no-untyped-call]
+    lesson = Lesson(lambda reading: counting(reading.features_SD), counting, None, {"kl": 1.0}, chunk=7)
+    head_loss(example.reading, example.truth, lesson).loss.backward()  # type: ignore[no-untyped-call]
     assert max(seen) == 7 and sum(seen) == 2 * S
+
+
+def test_t20_peak_memory_does_not_depend_on_the_number_of_heads() -> None:
+    """V = 50k, two documents of 512, half of the tokens supervised: four heads need hardly more than one."""
+    peaks = []
+    for n_heads in (1, 4):
+        words = [sys.executable, "-c", f"import test_train_losses as t; t.peak({n_heads})"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=__file__.rpartition("/")[0])
+        peaks.append(int(done.stdout))
+    assert peaks[1] < 1.6 * peaks[0]
+
+
+def peak(n_heads: int) -> None:
+    """Print by how many bytes the process grows over a step of `n_heads`."""
+    unembed = nn.Linear(64, 50_000, bias=False).requires_grad_(False)
+    final_SD = torch.randn(512, 64)
+    truth = Truth(
+        final_SD, torch.full((512,), 12.0), torch.zeros(512, dtype=torch.long), torch.ones(512, dtype=torch.long)
+    )
+    lesson = Lesson(lambda reading: unembed(reading.features_SD), unembed, None, {"kl": 1.0}, chunk=64)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    losses = [head_loss(Reading(torch.randn(512, 64, requires_grad=True)), truth, lesson).loss for _ in range(n_heads)]
+    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def test_t21_losses_of_bf16_logits_are_taken_in_float32() -> None:
+    example = Example(False)
+    weight_VD = example.weight_VD.bfloat16()
+    final_SD = example.truth.final_SD.bfloat16()
+    logits_SV = (final_SD @ weight_VD.T).float()
+    truth = Truth(final_SD, logits_SV.logsumexp(-1), logits_SV.argmax(-1), example.truth.targets_S)
+    reading = Reading(example.reading.features_SD.detach().bfloat16().requires_grad_())
+    lesson = Lesson(lambda r: r.features_SD @ weight_VD.T, lambda x: x @ weight_VD.T, None, {"kl": 1.0, "ce": 0.5})
+    found = head_loss(reading, truth, lesson)
+    assert found.loss.dtype == torch.float32
+    q_SV = (reading.features_SD.detach() @ weight_VD.T).double().log_softmax(-1)
+    p_SV = logits_SV.double().log_softmax(-1)
+    kl = (p_SV.exp() * (p_SV - q_SV)).sum()
+    ce = -q_SV[:-1].gather(1, truth.targets_S[:-1, None]).sum()
+    assert float(found.loss.detach()) == pytest.approx(float(kl + 0.5 * ce), rel=1e-5)
+    pair = Pair(logits_SV, logits_SV - truth.logsumexp_S[:, None], truth.targets_S, None)
+    assert {x.dtype for x in (pair.log_p_CV, pair.true_log_q_CV, pair.accepted_C)} == {torch.float32}

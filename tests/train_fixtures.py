@@ -76,7 +76,7 @@ def config(folder: Path, model: str | Path, **changes: Any) -> TrainConfig:
         "model": str(model),
         "exits": [2, 4],
         "run_dir": str(folder / "run"),
-        "data": {"files": [str(text_file(folder))], "max_len": 64},
+        "data": {"source": [str(text_file(folder))], "max_len": 64},
         "train": {"max_steps": 3, "micro_batch_tokens": 96, "lr": 1e-3, "warmup": 0.25},
         "eval": {"prompts": str(prompts_file(folder)), "max_new_tokens": 12},
     }

@@ -11,6 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hispec.config import known_keys, unknown_key
 from hispec.errors import ConfigError, HiSpecError, command
 from hispec.train.config import TrainConfig
@@ -18,6 +20,7 @@ from hispec.train.config import TrainConfig
 HELP = """\
 hispec-train recipe=NAME [key=value ...]   train heads; the same command goes on where a run was stopped
 hispec-train recipe=NAME plan=true         print what would run, and stop
+hispec-train recipe=NAME --cfg job         print the whole configuration, and stop
 hispec-train recipes                       list recipes
 
   recipe=NAME         a packaged recipe, or one of --config-dir
@@ -27,7 +30,7 @@ hispec-train recipes                       list recipes
 examples
   hispec-train recipe=tiny
   hispec-train recipe=smollm2-135m train.lr=1e-3 exits=[4,8] run_dir=runs/mine
-  hispec-train recipe=smollm2-135m model=HuggingFaceTB/SmolLM2-135M-Instruct 'data.files=[chats.jsonl]'
+  hispec-train recipe=smollm2-135m model=HuggingFaceTB/SmolLM2-135M-Instruct 'data.source=[chats.jsonl]'
 
 settings (reasons: the comments of the recipes, and hispec/train/config.py)
 """
@@ -39,7 +42,7 @@ def run(argv: list[str]) -> None:
     Raises:
         HiSpecError: the user's own mistakes. Interrupted: stopped by a signal, and saved.
     """
-    words, own = _split(argv)
+    words, own, only_show = _split(argv)
     if not words or any(word in ("-h", "--help", "help") for word in words):
         print(HELP + "\n".join(f"  {key}" for key in known_keys(TrainConfig)))
         return
@@ -50,6 +53,9 @@ def run(argv: list[str]) -> None:
     if missing := [name for name in ("hydra", "deepspeed") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"training needs {' and '.join(missing)}; run: pip install 'hispec[train]'")
     config = load(words, own)
+    if only_show:
+        print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
+        return
     # Only now what takes seconds to import.
     from hispec.train import launch, ranks
 
@@ -125,14 +131,15 @@ def _compose(path: Path, name: str, overrides: Sequence[str]) -> dict[str, Any]:
     return result
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Take out --config-dir, and the --local_rank that the deepspeed launcher adds.
+def _split(argv: Sequence[str]) -> tuple[list[str], Path | None, bool]:
+    """Take out --config-dir and --cfg (Hydra's), and the --local_rank that the deepspeed launcher adds.
 
     Raises:
         ConfigError: an unknown option, or a folder that is not there.
     """
     words: list[str] = []
     folder: Path | None = None
+    only_show = False
     rest = iter(argv)
     for word in rest:
         name, equals, value = word.partition("=")
@@ -140,15 +147,20 @@ def _split(argv: Sequence[str]) -> tuple[list[str], Path | None]:
             folder = Path(value if equals else next(rest, ""))
             if not folder.is_dir():
                 raise ConfigError(f"--config-dir {str(folder)!r} is not a folder")
+        elif name in ("--cfg", "-c"):
+            what = value if equals else next(rest, "")
+            if what != "job":
+                raise ConfigError(f"--cfg {what!r} is not known; legal: --cfg job")
+            only_show = True
         elif name in ("--local_rank", "--local-rank"):
             os.environ.setdefault("LOCAL_RANK", value if equals else next(rest, "0"))
         elif word.startswith("-") and word not in ("-h", "--help"):
             raise ConfigError(
-                f"unknown option {word!r}; options are --config-dir DIR and --help, settings are written key=value"
+                f"unknown option {word!r}; options are --config-dir DIR, --cfg job and --help, settings are written key=value"
             )
         else:
             words.append(word)
-    return words, folder
+    return words, folder, only_show
 
 
 def _packaged() -> Path:

@@ -1,8 +1,8 @@
 """The settings of a training run: what a recipe may hold, and why each is there."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hispec.config import Config, HeadConfig, check_exits, default_exits
 from hispec.errors import ConfigError
@@ -10,11 +10,31 @@ from hispec.errors import ConfigError
 Answers = Literal["given", "trunk"]
 
 
+class SourceConfig(Config):
+    """One place that rows come from."""
+
+    path: str
+    """JSON, JSONL, Parquet or text file, glob, folder, or the Hub id (org/name) of a data set."""
+    split: str = "train"
+    """Of a data set."""
+    name: str | None = None
+    """Configuration of a data set that has several."""
+    revision: str | None = None
+    """Of a data set."""
+    streaming: bool = False
+    """Read a data set row by row from the Hub, without downloading it whole; best with rows=N."""
+    rows: int | None = Field(default=None, ge=1)
+    """Take the first so many rows; null takes all."""
+    weight: float = Field(default=1.0, gt=0.0)
+    """How often each row is seen in an epoch: 2 is twice, 0.5 every other row."""
+
+
 class DataConfig(Config):
     """What the heads learn from."""
 
-    files: list[str] = Field(default_factory=list)
-    """JSON, JSONL or text files, or globs; rows hold `messages`, `conversations`, `prompt` or `text`."""
+    source: list[SourceConfig] = Field(default_factory=list)
+    """One or several places; a path alone will do. Rows hold `messages`, `conversations`, `prompt` (and `completion`),
+    `text`, or `input_ids` with `loss_mask` or `labels`."""
     prompts: str | None = None
     """Name of a packaged prompt list (everyday), whose prompts the trunk answers."""
     max_prompts: int | None = Field(default=None, ge=1)
@@ -38,10 +58,16 @@ class DataConfig(Config):
     cache: bool = True
     """Keep what the trunk computed on disk, so that later epochs and resumed runs need not run it again."""
 
+    @field_validator("source", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        listed = value if isinstance(value, list) else [value]
+        return [{"path": item} if isinstance(item, str) else item for item in listed]
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not (self.files or self.prompts or self.stdlib_tokens):
-            raise ValueError("no source of text; give files=[...], prompts=everyday or stdlib_tokens=N")
+        if not (self.source or self.prompts or self.stdlib_tokens):
+            raise ValueError("no source of text; give source=FILE or org/name, prompts=everyday or stdlib_tokens=N")
         if self.prompts and self.answers == "given":
             raise ValueError("prompts have no answers of their own; add data.answers=trunk")
         if self.samples > 1 and self.temperature == 0.0:
@@ -49,27 +75,58 @@ class DataConfig(Config):
         return self
 
 
-class LossConfig(Config):
-    """How a head is told apart from the full model. Each part is a weight; 0 leaves it out."""
+class LossWeights(Config):
+    """How much each loss counts; 0 leaves it out."""
 
-    kl: float = Field(default=1.0, ge=0.0)
-    """Kullback-Leibler divergence of the head from the full model."""
-    ce: float = Field(default=0.0, ge=0.0)
-    """Cross-entropy on the data's own next token."""
+    kl: float = Field(default=0.0, ge=0.0)
+    """Kullback-Leibler divergence of the head from its teacher."""
+    reverse_kl: float = Field(default=0.0, ge=0.0)
+    """The same the other way round."""
+    jsd: float = Field(default=0.0, ge=0.0)
+    """Jensen-Shannon divergence: both from their mean."""
+    tv: float = Field(default=0.0, ge=0.0)
+    """Total variation: the chance that a sampled draft is rejected."""
     acceptance: float = Field(default=0.0, ge=0.0)
     """-log of sum min(p, q), the chance that a sampled draft is accepted."""
+    ce: float = Field(default=0.0, ge=0.0)
+    """Cross-entropy on the data's own next token."""
+
+    def weights(self) -> dict[str, float]:
+        """By name of the loss."""
+        return {name: float(getattr(self, name)) for name in LossWeights.model_fields}
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        names = ", ".join(LossWeights.model_fields)
+        if not any(self.weights().values()):
+            raise ValueError(f"{names} are all 0, which leaves nothing to learn; give one of them a weight")
+        return self
+
+
+class LossConfig(LossWeights):
+    """How a head is told apart from its teacher: a mix of losses."""
+
+    kl: float = Field(default=1.0, ge=0.0)
+    """Kullback-Leibler divergence of the head from its teacher."""
+    final: LossWeights | None = None
+    """Weights at the last step, towards which those above move evenly over the run; null: they stay."""
+    teacher: Literal["full", "next"] | Annotated[float, Field(ge=0.0, le=1.0)] = "full"
+    """full: the full model. next: the next level, which judges the head first. A number: its share in a mix of both."""
     temperature: float = Field(default=1.0, gt=0.0)
-    """Softens both sides of the KL term."""
+    """Softens both sides of kl, reverse_kl and jsd."""
     chunk: int = Field(default=256, ge=1)
     """Positions whose logits exist at one time: bounds memory, changes no number."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not (self.kl or self.ce or self.acceptance):
-            raise ValueError(
-                "kl, ce and acceptance are all 0, which leaves nothing to learn; give one of them a weight"
-            )
-        return self
+    def weights_at(self, progress: float) -> dict[str, float]:
+        """Weights when `progress` (0 to 1) of the run is behind."""
+        first = self.weights()
+        last = first if self.final is None else self.final.weights()
+        return {name: first[name] + progress * (last[name] - first[name]) for name in first}
+
+    @property
+    def share_of_next(self) -> float:
+        """Of the next level in the teacher."""
+        return {"full": 0.0, "next": 1.0}[self.teacher] if isinstance(self.teacher, str) else self.teacher
 
 
 class OptimConfig(Config):
@@ -171,6 +228,15 @@ class LaunchConfig(Config):
         return self
 
 
+class NeedsConfig(Config):
+    """The machine a recipe is made for: what a plan reckons with where there is no GPU."""
+
+    ranks: int = Field(ge=1)
+    """GPUs, each with a rank of its own."""
+    memory: float = Field(gt=0.0)
+    """GB on each."""
+
+
 class TrainConfig(Config):
     """A recipe, complete."""
 
@@ -182,6 +248,8 @@ class TrainConfig(Config):
     """The trunk's precision; null takes float32 on a CPU and bfloat16 on a GPU. Heads' weights are always float32."""
     trunk: TrunkConfig = Field(default_factory=TrunkConfig)
     """Whether every rank holds all of it."""
+    needs: NeedsConfig | None = None
+    """The machine this recipe is made for; null: any."""
     chat_template: str | None = None
     """File with a chat template that replaces the tokenizer's own."""
     exits: list[int] | None = None

@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
@@ -28,10 +30,10 @@ log = logging.getLogger("hispec")
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of one text or chat, and the positions a head is trained at (as many)."""
+    """Token ids of one text or chat, and the positions a head is trained at (as many); lists, or parts of an array."""
 
-    ids: list[int]
-    supervised: list[bool]
+    ids: Sequence[int]
+    supervised: Sequence[bool]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class MicroBatch:
     @cached_property
     def ids_T(self) -> Tensor:
         """Token ids."""
-        return torch.tensor([token for document in self.documents for token in document.ids])
+        return _joined([document.ids for document in self.documents], np.int64)
 
     @cached_property
     def positions_T(self) -> Tensor:
@@ -58,13 +60,18 @@ class MicroBatch:
     @cached_property
     def rows_S(self) -> Tensor:
         """The supervised positions."""
-        return torch.tensor([mark for document in self.documents for mark in document.supervised]).nonzero()[:, 0]
+        return _joined([document.supervised for document in self.documents], np.bool_).nonzero()[:, 0]
 
     @cached_property
     def targets_S(self) -> Tensor:
         """The data's own next token at the supervised positions; -1 at the end of a document."""
-        following = [token for document in self.documents for token in [*document.ids[1:], -1]]
-        return torch.tensor(following)[self.rows_S]
+        following_T = self.ids_T.roll(-1)
+        following_T[torch.tensor(self.lengths).cumsum(0) - 1] = -1
+        return following_T[self.rows_S]
+
+
+def _joined(parts: Sequence[Sequence[Any]], dtype: Any) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(part, dtype) for part in parts]))
 
 
 def documents_of(
@@ -76,30 +83,69 @@ def documents_of(
         DataError: answers cannot be told from prompts; a row cannot be used and `strict`; or no row is left.
     """
     documents: list[Document] = []
-    skipped: Counter[str] = Counter()
+    skipped = Skipped(strict)
     for row in rows:
+        documents += encode(row, tokenizer, max_len, skipped)
+    skipped.tell(len(documents), max_len)
+    return documents, skipped.counts
+
+
+class Skipped:
+    """Rows that cannot be used, counted by reason."""
+
+    def __init__(self, strict: bool = False) -> None:
+        """`strict` stops at the first one."""
+        self.strict = strict
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+
+    def add(self, row: Row, reason: str) -> None:
+        """Note a row.
+
+        Raises:
+            DataError: with `strict`.
+        """
+        if self.strict:
+            raise DataError(f"{row.where}: {reason}; repair the row or give data.strict=false")
+        self.counts[reason] += 1
+        self.first.setdefault(reason, row.where)
+
+    def tell(self, n_documents: int, max_len: int) -> None:
+        """Log what was skipped.
+
+        Raises:
+            DataError: nothing is left.
+        """
+        for reason, count in self.counts.items():
+            log.warning("%d rows skipped: %s (the first: %s)", count, reason, self.first[reason])
+        if not n_documents:
+            why = "; ".join(f"{count} x {reason}" for reason, count in self.counts.items()) or "there are none"
+            raise DataError(f"no row can be trained on: {why}; raise data.max_len (now {max_len}) or give other rows")
+
+
+def encode(row: Row, tokenizer: PreTrainedTokenizerBase, max_len: int, skipped: Skipped) -> list[Document]:
+    """The documents of one row: one of a chat, any number of a text; none if it cannot be used.
+
+    Raises:
+        DataError: answers cannot be told from prompts, or the row cannot be used and `skipped` is strict.
+    """
+    fault = row.fault
+    if not fault and any(token >= len(tokenizer) for token in row.ids):
+        fault = f"a token id is not in the vocabulary, 0..{len(tokenizer) - 1}"
+    documents: list[Document] = []
+    if not fault:
         try:
-            new = list(_documents(row, tokenizer, max_len))
+            documents = list(_documents(row, tokenizer, max_len))
         except TemplateError as error:
-            new, reason = [], f"refused by the chat template ({error})"
-        else:
-            reason = f"no supervised token within max_len={max_len}"
-        if not new:
-            if strict:
-                raise DataError(f"{row.where}: {reason}; repair the row or give data.strict=false")
-            skipped[reason] += 1
-        documents += new
-    for reason, count in skipped.items():
-        log.warning("%d rows skipped: %s", count, reason)
+            fault = f"refused by the chat template ({error})"
     if not documents:
-        why = "; ".join(f"{count} x {reason}" for reason, count in skipped.items()) or "there are none"
-        raise DataError(f"no row can be trained on: {why}; raise data.max_len (now {max_len}) or give other rows")
-    return documents, skipped
+        skipped.add(row, fault or f"no supervised token within max_len={max_len}")
+    return documents
 
 
 def _documents(row: Row, tokenizer: PreTrainedTokenizerBase, max_len: int) -> Iterator[Document]:
-    if row.messages:
-        ids, answer = encode_chat(tokenizer, row.messages)
+    if row.messages or row.ids:
+        ids, answer = (list(row.ids), list(row.answer)) if row.ids else encode_chat(tokenizer, row.messages)
         # Cut first: a half answer keeps its half, and no end marker is invented.
         marks = supervised(answer[:max_len])
         if any(marks):
@@ -176,9 +222,9 @@ def frequent_tokens(documents: Iterable[Document], size: int, vocab_size: int) -
         raise DataError(
             f"head.vocab_size={size} does not reduce a vocabulary of {vocab_size}; give a smaller one, or null"
         )
-    counts: Counter[int] = Counter()
+    counts_V = np.zeros(vocab_size, np.int64)
     for document in documents:
-        pairs = zip(document.supervised, document.ids[1:], strict=False)
-        counts.update(token for marked, token in pairs if marked)
-    ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
-    return torch.tensor(sorted(ranked[:size]), dtype=torch.int64)
+        marked = np.asarray(document.supervised[:-1], np.bool_)
+        np.add.at(counts_V, np.asarray(document.ids[1:], np.int64)[marked], 1)
+    ranked_V = np.argsort(-counts_V, kind="stable")
+    return torch.from_numpy(np.sort(ranked_V[:size]))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hispec.heads import Reading
 from hispec.train import ranks
 from hispec.train.config import OptimConfig
 from hispec.train.student import Student
@@ -82,12 +83,12 @@ class Engine:
         if steps:
             self._restore_averages(snapshot or {}, steps)
 
-    def features(
+    def readings(
         self, hidden: dict[int, Tensor], ids_T: Tensor, positions_T: Tensor, rows_S: Tensor, lengths: Sequence[int]
-    ) -> list[Tensor]:
+    ) -> list[Reading]:
         """See `Student.forward`."""
-        features: list[Tensor] = self._engine(hidden, ids_T, positions_T, rows_S, lengths)
-        return features
+        readings: list[Reading] = self._engine(hidden, ids_T, positions_T, rows_S, lengths)
+        return readings
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's share of a step's loss: shares of ranks and micro batches are summed."""

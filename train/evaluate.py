@@ -110,7 +110,7 @@ def agreement(head: Head, features_SD: Tensor, truth: Truth, chunk: int = 256) -
     for start in range(0, len(features_SD), chunk):
         part = truth.rows(start, start + chunk)
         head_CV = head.logits(features_SD[start : start + chunk]).float()
-        p_CV = (head.unembed(part.final_SD).float() - part.logsumexp_S[:, None]).exp()
+        p_CV = (head.shared(part.final_SD).float() - part.logsumexp_S[:, None]).exp()
         acceptance += float(torch.minimum(p_CV, head_CV.softmax(-1)).sum())
         picks_C = head_CV.argmax(-1) if head.vocab_ids is None else head.vocab_ids[head_CV.argmax(-1)]
         top1 += int((picks_C == part.argmax_S).sum())

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hispec.errors import DivergedError
-from hispec.heads import Head
 from hispec.train import checkpoints, ranks, setup
 from hispec.train.batch import solve
 from hispec.train.config import OptimConfig, TrainConfig
@@ -24,7 +22,8 @@ from hispec.train.data import MicroBatch, batch_order
 from hispec.train.engine import Engine
 from hispec.train.evaluate import Evaluation
 from hispec.train.features import FeatureCache
-from hispec.train.losses import METRICS, head_loss
+from hispec.train.lessons import step_losses
+from hispec.train.losses import METRICS
 from hispec.train.metrics import Metrics
 from hispec.train.stop import Stop
 
@@ -127,13 +126,9 @@ class Training:
         # not: its range is too small for gradients.
         with torch.autocast(trunk.device.type, torch.bfloat16, enabled=trunk.dtype == torch.bfloat16):
             hidden = {exit_: state_TD.float() for exit_, state_TD in features.hidden.items()}
-            heads_SD = self.engine.features(hidden, ids_T, positions_T, rows_S, batch.lengths)
-        losses = [
-            head_loss(state_SD.float(), features.truth, _reading(head), head.vocab_ids, self.config.train.loss)
-            for head, state_SD in zip(self.model.heads_list, heads_SD, strict=True)
-        ]
-        total = torch.stack([loss.loss.float() for loss in losses]).sum()
-        return total, torch.stack([loss.sums_M for loss in losses])
+            readings = self.engine.readings(hidden, ids_T, positions_T, rows_S, batch.lengths)
+        progress = self.step / max(1, self.steps - 1)
+        return step_losses(self.model.heads_list, readings, features.truth, self.config.train.loss, progress)
 
     def _report(self, lr: float, n_supervised: int, means: list[list[float]]) -> dict[str, Any]:
         heads = [
@@ -180,7 +175,7 @@ class Training:
             "loss_last": self.losses[-1],
             "loss": train.loss.model_dump(exclude={"chunk"}),
             "data": self.config.data.model_dump(
-                include={"files", "prompts", "stdlib_tokens", "answers", "temperature"}
+                include={"source", "prompts", "stdlib_tokens", "answers", "temperature"}
             ),
         }
         self.model.metrics = measured
@@ -214,11 +209,6 @@ class Training:
     def _bar(self) -> contextlib.AbstractContextManager[Any]:
         quiet = True if ranks.rank() else None  # None: quiet unless a person watches
         return tqdm(total=self.steps, initial=self.step, desc="train", unit="step", disable=quiet)
-
-
-def _reading(head: Head) -> Callable[[Tensor], Tensor]:
-    """The head's unembedding in the trunk's own precision, on features of any."""
-    return lambda features_SD: head.unembed(features_SD.to(head.trunk.dtype))
 
 
 def n_steps(config: OptimConfig, n_batches: int, per_step: int, step: int = 0, place: int = 0) -> int:

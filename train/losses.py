@@ -1,22 +1,26 @@
-"""What a head is told: how far it is from the full model, per supervised position.
+"""What a head is told: how far it is from its teacher, per supervised position.
 
 A head's logits over the whole vocabulary are the largest thing in training. They exist for `chunk` positions at a time:
-each chunk's gradient is taken at once, in the forward pass, and only the gradient of the features [S, D] is kept.
+each chunk's gradient is taken at once, in the forward pass, and only the gradients of what the head hands over (its
+features, [S, D]) are kept. So memory does not grow with the number of heads, nor with the positions.
 
 Letters: S supervised positions, C positions of a chunk, D hidden size, V vocabulary (or the head's part of it).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hispec.train.config import LossConfig
+from hispec.heads import Reading
 
 METRICS = ("loss", "kl", "ce", "acceptance", "top1")
+# Logarithm of a chance that is none: as good as -inf, but 0 x this is 0.
+NEVER = -1e4
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,107 @@ class Truth:
         return Truth(*(x[start:stop] for x in (self.final_SD, self.logsumexp_S, self.argmax_S, self.targets_S)))
 
 
+class Pair:
+    """One head against one teacher at C positions, all of it in float32, computed when first asked for.
+
+    With a reduced vocabulary the head can only be as good as its teacher restricted to it: `log_p_CV` is renormalised
+    on the head's vocabulary. `teacher_CV` is not: the sum of its probabilities may be below 1.
+    """
+
+    def __init__(
+        self, head_CV: Tensor, teacher_CV: Tensor, targets_C: Tensor, vocab_ids: Tensor | None, temperature: float = 1.0
+    ) -> None:
+        """`head_CV`: logits. `teacher_CV`: logarithms of probability. `temperature` softens `log_p` and `log_q`."""
+        self.head_CV, self.teacher_CV = head_CV, teacher_CV
+        self.targets_C, self.vocab_ids, self.temperature = targets_C, vocab_ids, temperature
+
+    @cached_property
+    def log_p_CV(self) -> Tensor:
+        return (self.teacher_CV / self.temperature).log_softmax(-1)
+
+    @cached_property
+    def log_q_CV(self) -> Tensor:
+        return self.true_log_q_CV if self.temperature == 1.0 else (self.head_CV / self.temperature).log_softmax(-1)
+
+    @cached_property
+    def true_log_q_CV(self) -> Tensor:
+        return self.head_CV.log_softmax(-1)
+
+    @cached_property
+    def accepted_C(self) -> Tensor:
+        """The chance that a sampled draft is accepted: sum of min(p, q) (Leviathan et al., arXiv 2211.17192)."""
+        return torch.minimum(self.teacher_CV.exp(), self.true_log_q_CV.exp()).sum(-1)
+
+
+def ce(pair: Pair) -> Tensor:
+    """Cross-entropy on the data's own next token, where there is one and the head's vocabulary has it."""
+    targets_C = pair.targets_C
+    known_C = targets_C >= 0
+    if pair.vocab_ids is not None:
+        place_C = torch.searchsorted(pair.vocab_ids, targets_C.clamp_min(0)).clamp_max(len(pair.vocab_ids) - 1)
+        known_C = known_C & (pair.vocab_ids[place_C] == targets_C)
+        targets_C = place_C
+    picked_C = pair.true_log_q_CV.gather(-1, targets_C.clamp_min(0)[:, None])[:, 0]
+    return -(picked_C * known_C).sum()
+
+
+def kl(pair: Pair) -> Tensor:
+    """KL(p | q): the head must cover everything the teacher may say."""
+    return _kl(pair.log_p_CV, pair.log_q_CV) * pair.temperature**2
+
+
+def reverse_kl(pair: Pair) -> Tensor:
+    """KL(q | p): the head must say nothing that the teacher would not."""
+    return _kl(pair.log_q_CV, pair.log_p_CV) * pair.temperature**2
+
+
+def jsd(pair: Pair) -> Tensor:
+    """Jensen-Shannon divergence: both against their mean, half each."""
+    half = torch.log(torch.tensor(0.5))
+    log_m_CV = torch.logaddexp(pair.log_p_CV, pair.log_q_CV) + half
+    return 0.5 * (_kl(pair.log_p_CV, log_m_CV) + _kl(pair.log_q_CV, log_m_CV)) * pair.temperature**2
+
+
+def tv(pair: Pair) -> Tensor:
+    """Total variation, which is the chance that a sampled draft is rejected."""
+    return (1.0 - pair.accepted_C).sum()
+
+
+def acceptance(pair: Pair) -> Tensor:
+    """-log of the chance that a sampled draft is accepted."""
+    return -pair.accepted_C.clamp_min(1e-6).log().sum()
+
+
+LOSSES: dict[str, Callable[[Pair], Tensor]] = {
+    "ce": ce, "kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "tv": tv, "acceptance": acceptance,
+}  # fmt: skip
+
+
+def _kl(log_p_CV: Tensor, log_q_CV: Tensor) -> Tensor:
+    # The factor temperature^2, which callers add, keeps the gradient's size (Hinton et al., arXiv 1503.02531).
+    return F.kl_div(log_q_CV, log_p_CV, reduction="sum", log_target=True)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one head learns in a step.
+
+    read: what the head hands over to its logits. vocab_ids: the tokens these stand for, None for all.
+    full: the full model's features to its logits over the same tokens.
+    next_level: positions to logarithms of the next level's probabilities of these tokens; None: there is none.
+    share: of the next level in the teacher; the rest is the full model. weights: of the losses.
+    """
+
+    read: Callable[[Reading], Tensor]
+    full: Callable[[Tensor], Tensor]
+    vocab_ids: Tensor | None
+    weights: Mapping[str, float]
+    next_level: Callable[[int, int], Tensor] | None = None
+    share: float = 0.0
+    temperature: float = 1.0
+    chunk: int = 256
+
+
 class HeadLoss(NamedTuple):
     """Sums over positions: the loss, which has a gradient, and every metric of METRICS, which have none."""
 
@@ -44,87 +149,81 @@ class HeadLoss(NamedTuple):
     sums_M: Tensor
 
 
-def head_loss(
-    features_SD: Tensor, truth: Truth, unembed: Callable[[Tensor], Tensor], vocab_ids: Tensor | None, config: LossConfig
-) -> HeadLoss:
-    """The loss of one head, summed over positions; divide by the positions of the whole step.
-
-    `unembed` maps features to logits over `vocab_ids` (None: the whole vocabulary), both for the head and for the full
-    model, which share it. Its parameters get no gradient.
-    """
-    loss, sums_M = _Chunked.apply(features_SD, truth, unembed, vocab_ids, config)  # type: ignore[no-untyped-call]
+def head_loss(reading: Reading, truth: Truth, lesson: Lesson) -> HeadLoss:
+    """The loss of one head, summed over positions; divide by the positions of the whole step."""
+    loss, sums_M = _Chunked.apply(truth, lesson, *reading)  # type: ignore[no-untyped-call]
     return HeadLoss(loss, sums_M)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        features_SD: Tensor,
-        truth: Truth,
-        unembed: Callable[[Tensor], Tensor],
-        vocab_ids: Tensor | None,
-        config: LossConfig,
-    ) -> tuple[Tensor, Tensor]:
-        grad_SD = torch.zeros_like(features_SD)
-        sums_M = torch.zeros(len(METRICS), dtype=torch.float64, device=features_SD.device)
-        for start in range(0, len(features_SD), config.chunk):
-            stop = min(start + config.chunk, len(features_SD))
+    def forward(ctx: Any, truth: Truth, lesson: Lesson, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
+        reading = Reading(*parts)  # type: ignore[arg-type]
+        # Of the matrix all chunks add to one gradient, so it is kept in float32 whatever its own precision.
+        grads = Reading(*(None if part is None else torch.zeros_like(part, dtype=_sum(part)) for part in parts))  # type: ignore[arg-type]
+        n = len(reading.features_SD)
+        sums_M = torch.zeros(len(METRICS), dtype=torch.float64, device=reading.features_SD.device)
+        for start in range(0, n, lesson.chunk):
+            stop = min(start + lesson.chunk, n)
             with torch.enable_grad():
-                part_CD = features_SD[start:stop].detach().requires_grad_()
-                loss, metrics_M = dense_loss(part_CD, truth.rows(start, stop), unembed, vocab_ids, config)
-                (grad_SD[start:stop],) = torch.autograd.grad(loss, part_CD)
+                leaves = Reading(*(p if p is None else p.detach().requires_grad_() for p in reading.rows(start, stop)))
+                loss, metrics_M = dense_loss(leaves, truth, lesson, start, stop)
+                found = torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])
+            into = [grad for grad in grads.rows(start, stop) if grad is not None]
+            for grad, own in zip(into, found, strict=True):
+                grad += own
             sums_M += metrics_M
-        ctx.save_for_backward(grad_SD)
+        ctx.grads = [None if p is None else grad.to(p.dtype) for p, grad in zip(parts, grads, strict=True)]  # type: ignore[union-attr]
         ctx.mark_non_differentiable(sums_M)
-        return sums_M[0].to(features_SD.dtype), sums_M
+        return sums_M[0].float(), sums_M
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (grad_SD,) = ctx.saved_tensors
-        return grad_SD * grads[0], None, None, None, None
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(None if grad is None else grad * outer[0] for grad in ctx.grads))
 
 
-def dense_loss(
-    features_CD: Tensor, truth: Truth, unembed: Callable[[Tensor], Tensor], vocab_ids: Tensor | None, config: LossConfig
-) -> HeadLoss:
-    """As `head_loss`, with all logits at once: one chunk, and the dull twin that the chunked one is tested against.
+def _sum(part: Tensor) -> torch.dtype:
+    return torch.promote_types(part.dtype, torch.float32)
 
-    All of it in float32. With a reduced vocabulary the head can only be as good as the full model restricted to it: KL
-    compares with that, renormalised; acceptance counts the full model's true probabilities.
-    """
+
+def dense_loss(reading: Reading, truth: Truth, lesson: Lesson, start: int = 0, stop: int | None = None) -> HeadLoss:
+    """As `head_loss`, with all logits of the positions [start, stop) at once: a chunk of it, and its dull twin."""
+    stop = len(truth.final_SD) if stop is None else stop
+    truth = truth.rows(start, stop)
+    vocab_ids, temperature = lesson.vocab_ids, lesson.temperature
     with torch.no_grad():
-        full_CV = unembed(truth.final_SD).float()
-    head_CV = unembed(features_CD).float()
-    log_q_CV = head_CV.log_softmax(-1)
-
-    tau = config.temperature
-    log_p_CV = (full_CV / tau).log_softmax(-1)
-    softened_CV = log_q_CV if tau == 1.0 else (head_CV / tau).log_softmax(-1)
-    # tau^2 keeps the gradient's size as tau varies (Hinton et al., arXiv 1503.02531).
-    kl = F.kl_div(softened_CV, log_p_CV, reduction="sum", log_target=True) * tau**2
-
-    # The chance that a sampled draft is accepted (Leviathan et al., arXiv 2211.17192).
-    p_CV = (full_CV - truth.logsumexp_S[:, None]).exp()
-    accepted_C = torch.minimum(p_CV, log_q_CV.exp()).sum(-1)
-    acceptance = -accepted_C.clamp_min(1e-6).log().sum()
-
-    ce = _cross_entropy(log_q_CV, truth.targets_S, vocab_ids)
-    parts = ((config.kl, kl), (config.ce, ce), (config.acceptance, acceptance))
-    # A part of no weight is measured only: no gradient runs through its logits-sized tensors.
-    loss = torch.stack([weight * part for weight, part in parts if weight]).sum()
-    picks_C = head_CV.argmax(-1) if vocab_ids is None else vocab_ids[head_CV.argmax(-1)]
-    top1 = (picks_C == truth.argmax_S).sum()
-    metrics = [x.detach().double() for x in (loss, kl, ce, accepted_C.sum(), top1)]
+        full_CV = lesson.full(truth.final_SD).float() - truth.logsumexp_S[:, None]
+    head_CV = lesson.read(reading).float()
+    pair = full = Pair(head_CV, full_CV, truth.targets_S, vocab_ids, temperature)
+    if lesson.next_level is not None and lesson.share:
+        with torch.no_grad():
+            teacher_CV = _mixed(full_CV, lesson.next_level(start, stop), lesson.share)
+        pair = Pair(head_CV, teacher_CV, truth.targets_S, vocab_ids, temperature)
+    parts = [weight * LOSSES[name](pair) for name, weight in lesson.weights.items() if weight]
+    loss = torch.stack(parts).sum()
+    with torch.no_grad():
+        picks_C = head_CV.argmax(-1) if vocab_ids is None else vocab_ids[head_CV.argmax(-1)]
+        top1 = (picks_C == truth.argmax_S).sum()
+        metrics = [x.detach().double() for x in (loss, kl(full), ce(full), full.accepted_C.sum(), top1)]
     return HeadLoss(loss, torch.stack(metrics))
 
 
-def _cross_entropy(log_q_CV: Tensor, targets_C: Tensor, vocab_ids: Tensor | None) -> Tensor:
-    """Summed over positions that have a target, and have it in the head's vocabulary."""
-    known_C = targets_C >= 0
-    if vocab_ids is not None:
-        place_C = torch.searchsorted(vocab_ids, targets_C.clamp_min(0)).clamp_max(len(vocab_ids) - 1)
-        known_C = known_C & (vocab_ids[place_C] == targets_C)
-        targets_C = place_C
-    picked_C = log_q_CV.gather(-1, targets_C.clamp_min(0)[:, None])[:, 0]
-    return -(picked_C * known_C).sum()
+def _mixed(full_CV: Tensor, next_CV: Tensor, share: float) -> Tensor:
+    """Logarithm of (1 - share) x full + share x next."""
+    if share == 1.0:
+        return next_CV
+    log = torch.log(torch.tensor([1.0 - share, share]))
+    return torch.logaddexp(full_CV + log[0], next_CV + log[1])
+
+
+def on_vocabulary(log_p_CV: Tensor, own_ids: Tensor | None, wanted_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Logarithms of probability over `own_ids`, told over `wanted_ids`; `NEVER` for tokens that are not among its own.
+
+    Both lists rise; None stands for the whole vocabulary, of `vocab_size`.
+    """
+    if own_ids is None:
+        return log_p_CV if wanted_ids is None else log_p_CV[:, wanted_ids]
+    if wanted_ids is None:
+        wanted_ids = torch.arange(vocab_size, device=own_ids.device)
+    place_V = torch.searchsorted(own_ids, wanted_ids).clamp_max(len(own_ids) - 1)
+    return log_p_CV[:, place_V].masked_fill(own_ids[place_V] != wanted_ids, NEVER)

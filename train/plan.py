@@ -1,23 +1,40 @@
 """`plan=true`: what a recipe would do, told without loading a weight."""
 
+import itertools
 import math
-from typing import Any
+import sys
+from importlib.resources import files
+from typing import NamedTuple
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+import yaml
+from huggingface_hub import HfApi, get_session, is_offline_mode
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from hispec.base import base_config, locate
+from hispec.base import base_config
 from hispec.config import HeadConfig
-from hispec.train import launch, ranks, setup
-from hispec.train.answers import prompt_of
-from hispec.train.batch import solve
-from hispec.train.config import TrainConfig
-from hispec.train.data import documents_of
+from hispec.errors import FileError, first_line
+from hispec.train import budget, launch, ranks, setup, sources
+from hispec.train.batch import BatchTriple, solve
+from hispec.train.budget import GB, Shape
+from hispec.train.config import LaunchConfig, TrainConfig
+from hispec.train.data import Document, Skipped, encode
 from hispec.train.loop import n_steps
 from hispec.train.masks import encode_prompt
+from hispec.train.preview import show
+from hispec.train.tokens import prompt_of
 
-GB = 1e9
+# Rows that are encoded to know how long they are; the others are taken to be alike.
+SAMPLE = 1000
+SHOWN = 3
+
+
+class Epoch(NamedTuple):
+    """Tokens of one pass over the data, what is not known about them, and some documents to look at."""
+
+    tokens: int
+    note: str
+    shown: list[str]
 
 
 def describe(config: TrainConfig) -> list[str]:
@@ -27,75 +44,173 @@ def describe(config: TrainConfig) -> list[str]:
         HiSpecError: as `setup.prepare`, for what can be known without weights.
     """
     base = setup.base_of(config)
-    settings = base_config(base, config.revision)
-    text: Any = settings.get_text_config()
-    exits = config.exits_for(int(text.num_hidden_layers))
+    known = _known().get(config.model)
+    settings = base_config(base, config.revision) if known is None else _from_shape(known)
+    shape = Shape.of(settings)
+    exits = config.exits_for(shape.n_layers)
     heads = config.heads_for(len(exits))
-    n_trunk, n_block = _sizes(settings, int(text.num_hidden_layers))
-    hidden = int(text.hidden_size)
-    trained = [_trained(head, hidden, n_block) for head in heads]
-    tokens, note = _tokens(config, base)
-    world = launch.planned(config.launch)
-    triple = solve(config.train, world)
-    steps = n_steps(config.train, max(1, math.ceil(tokens / triple.micro)), triple.accumulation * world)
-    dtype = setup.dtype_of(config)
+    setup.read_held_out(config)
+    epoch = _epoch(config, base)
+    world, where = _ranks(config)
+    train, triple = config.train, solve(config.train, world)
+    steps = n_steps(train, max(1, math.ceil(epoch.tokens / triple.micro)), triple.accumulation * world)
+    dtype = setup.dtype_of(config) if config.needs is None else config.dtype or "bfloat16"
     size = torch.finfo(getattr(torch, dtype)).bits // 8
-    # float32 weights, gradients and two averages of AdamW; three logits-sized tensors per chunk.
-    memory = n_trunk * size + sum(trained) * 16 + 12 * config.train.loss.chunk * int(text.vocab_size)
-    cache = tokens * hidden * size * (len(exits) + 1) if config.data.cache else 0
+    cache = epoch.tokens * shape.hidden * size * (len(exits) + 1) if config.data.cache else 0
     return [
-        f"model      {config.model}, {n_trunk / 1e6:.1f} M parameters, {text.num_hidden_layers} layers, {dtype}",
-        f"device     {ranks.device()}, {world} rank{'s' if world > 1 else ''}, ZeRO stage {config.train.zero}",
+        f"model      {config.model}, {shape.n_parameters / 1e6:,.1f} M parameters, {shape.n_layers} layers, {dtype}",
+        f"device     {where}, trunk.shard={config.trunk.shard}, ZeRO stage {train.zero}",
         *(
-            f"exit {exit_:<5} {_head(head)}, {n / 1e6:.2f} M trainable"
-            for exit_, head, n in zip(exits, heads, trained, strict=True)
+            f"exit {exit_:<5} {_head(head)}, {budget.trained(head, shape) / 1e6:,.2f} M trainable"
+            for exit_, head in zip(exits, heads, strict=True)
         ),
-        f"data       about {tokens:,} tokens an epoch{note}",
+        f"data       about {epoch.tokens:,} tokens an epoch{epoch.note}",
         f"batch      {triple} tokens a step",
-        f"steps      about {steps}, learning rate {config.train.lr:g}, a checkpoint every {config.train.save_every}",
-        f"memory     about {memory / GB:.2f} GB per rank, besides activations",
+        f"steps      about {steps:,}, learning rate {train.lr:g}, a checkpoint every {train.save_every}",
+        *_memory(config, shape, heads, triple, size),
+        _time(config, shape, heads, triple, steps, epoch.tokens),
         f"disk       about {cache / GB:.2f} GB of cached features",
-        f"run folder {config.run_dir} (config.yaml, metrics.jsonl, answers.jsonl, features/, checkpoints/)",
+        f"run folder {config.run_dir} (config.yaml, metrics.jsonl, tokens/, answers/, features/, checkpoints/)",
         f"export     {config.export or config.run_dir + '/heads'}",
+        *epoch.shown,
     ]
 
 
-def _tokens(config: TrainConfig, base: str) -> tuple[int, str]:
-    """Tokens of an epoch, and what is not known about them yet."""
-    rows = setup.read_rows(config)
-    tokenizer: Any = AutoTokenizer.from_pretrained(locate(base), revision=config.revision)
-    if config.chat_template is not None:
-        tokenizer.chat_template = setup.read_template(config.chat_template)
+def _ranks(config: TrainConfig) -> tuple[int, str]:
+    """How many, and on what."""
+    here = torch.cuda.device_count()
+    if here == 0 and config.needs is not None and config.launch == LaunchConfig():
+        n = config.needs.ranks
+        return n, f"{n} x GPU of {config.needs.memory:g} GB (the recipe's; none is here)"
+    world = launch.planned(config.launch)
+    return world, f"{ranks.device().partition(':')[0]}, {world} rank{'s' if world > 1 else ''}"
+
+
+def _memory(config: TrainConfig, shape: Shape, heads: list[HeadConfig], triple: BatchTriple, size: int) -> list[str]:
+    parts = budget.memory(config, shape, heads, triple, size)
+    total = sum(parts.values()) / GB
+    limit = "" if config.needs is None else f" of {config.needs.memory:g}"
+    fits = config.needs is None or total <= config.needs.memory
+    line = f"memory     about {total:.2f}{limit} GB on each rank{'' if fits else ': TOO MUCH'}"
+    return [line, *(f"           {value / GB:9.2f} GB  {name}" for name, value in parts.items())]
+
+
+def _time(
+    config: TrainConfig, shape: Shape, heads: list[HeadConfig], triple: BatchTriple, steps: int, tokens: int
+) -> str:
+    trunk, own = budget.work(shape, heads)
+    seen = steps * triple.total
+    through_trunk = min(seen, tokens) if config.data.cache else seen
+    flops = seen * own + through_trunk * trunk
+    measured = torch.cuda.is_available() or config.needs is None
+    rate = budget.flops(ranks.device()) if measured else budget.ASSUMED_FLOPS
+    source = "as measured on a product of matrices" if measured else "assumed, not measured"
+    hours = flops / (rate * triple.world) / 3600
+    text = f"{hours * 60:.1f} minutes" if hours < 2 else f"{hours:.1f} hours"
+    if config.data.answers == "trunk":
+        source += "; without the writing of answers"
+    return f"time       about {text} of arithmetic at {rate / 1e12:.3g} TFLOP/s a rank ({source})"
+
+
+def _epoch(config: TrainConfig, base: str) -> Epoch:
+    """Rows that lie here are read; a data set of the Hub is reckoned by its rows, and shown if the Hub answers."""
     data = config.data
-    given, tokens, note = list(rows.texts), data.stdlib_tokens, ""
-    if data.answers == "trunk" and rows.chats:
-        prompts = sum(len(encode_prompt(tokenizer, prompt_of(row))) for row in rows.chats)
-        tokens += (prompts + len(rows.chats) * data.max_new_tokens) * data.samples
-        n_answers = len(rows.chats) * data.samples
-        note = f" at most ({n_answers} answers of up to {data.max_new_tokens} tokens are still to be written)"
-    else:
-        given += rows.chats
-    if given:
-        tokens += sum(len(document.ids) for document in documents_of(given, tokenizer, data.max_len, data.strict)[0])
-    return tokens, note
+    sources.check(data.source)
+    hub = [source for source in data.source if sources.is_hub(source.path)]
+    longest = data.max_new_tokens * data.samples if data.answers == "trunk" else 0
+    tokens, notes = data.stdlib_tokens, []
+    for source in hub:
+        if source.rows is None:
+            notes.append(f"{source.path} is counted when it is read")
+        else:
+            tokens += round(source.rows * source.weight) * (data.max_len + longest)
+            notes.append(f"{source.path} is reckoned at {data.max_len} tokens a row")
+    try:
+        if hub:
+            _reach_hub()
+        tokenizer = setup.load_tokenizer(config, base)
+        here = _sampled(config, tokenizer)
+        shown = _first(config, tokenizer)
+    except FileError as error:
+        if not hub:
+            raise
+        return Epoch(tokens, _noted(notes), [f"rows       not shown: {error}"])
+    if longest and here:
+        notes.append(f"answers of up to {data.max_new_tokens} tokens are still to be written")
+    legend = "green is learned" if sys.stdout.isatty() else "[[this]] is learned"
+    lines = [f"rows       the first ones, as the model sees them; {legend}", *(f"  {text}" for text in shown)]
+    return Epoch(tokens + here, _noted(notes), lines if shown else [])
 
 
-def _sizes(settings: PretrainedConfig, n_layers: int) -> tuple[int, int]:
-    """Parameters of the trunk, and of one of its layers, counted on a model without storage."""
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
-    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == n_layers)
-    return sum(p.numel() for p in model.parameters()), sum(p.numel() for p in layers[0].parameters())
+def _reach_hub() -> None:
+    """Ask the Hub once, for a moment: its client asks for the better part of a minute. Raises FileError."""
+    if is_offline_mode():
+        return  # then the client knows at once, and may have what is needed on disk
+    try:
+        get_session().head(HfApi().endpoint, timeout=3)
+    except Exception as error:  # whatever the client's client raises
+        raise FileError(f"the Hub cannot be reached ({first_line(error)})") from None
 
 
-def _trained(head: HeadConfig, hidden: int, n_block: int) -> int:
-    extra = {
-        "norm": 0,
-        "mlp": round(3 * head.width * hidden * hidden) + hidden,
-        "block": n_block + (hidden + 1) * hidden,
-    }
-    return hidden + extra[head.kind]
+def _noted(notes: list[str]) -> str:
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def _sampled(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the rows that lie on this machine."""
+    data = config.data
+    here = [source for source in data.source if not sources.is_hub(source.path)]
+    local = config.model_copy(update={"data": data.model_copy(update={"source": here})})
+    skipped, n_rows, n_read, tokens = Skipped(data.strict), 0, 0, 0
+    n_documents = 0
+    for row in setup.rows_of(local):
+        n_rows += 1
+        if n_rows > SAMPLE:
+            continue
+        n_read += 1
+        if data.answers == "trunk" and row.messages:
+            tokens += (len(encode_prompt(tokenizer, prompt_of(row))) + data.max_new_tokens) * data.samples
+            n_documents += 1
+        else:
+            documents = encode(row, tokenizer, data.max_len, skipped)
+            tokens += sum(len(document.ids) for document in documents)
+            n_documents += len(documents)
+    if n_rows:
+        skipped.tell(n_documents, data.max_len)
+    return round(tokens * n_rows / max(1, n_read))
+
+
+def _first(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The first documents, decoded; a data set of the Hub is streamed for it."""
+    data = config.data
+    streamed = [source.model_copy(update={"streaming": True}) for source in data.source]
+    config = config.model_copy(update={"data": data.model_copy(update={"source": streamed})})
+    skipped = Skipped()
+    documents: list[Document] = []
+    for row in itertools.islice(setup.rows_of(config), 10 * SHOWN):
+        if data.answers == "trunk" and row.messages:
+            ids = encode_prompt(tokenizer, prompt_of(row))
+            documents.append(Document(ids, [False] * len(ids)))
+        else:
+            documents += encode(row, tokenizer, data.max_len, skipped)
+        if len(documents) >= SHOWN:
+            break
+    return [show(document, tokenizer, sys.stdout.isatty()) for document in documents[:SHOWN]]
+
+
+def _known() -> dict[str, dict[str, object]]:
+    """Shapes of the recipes' trunks."""
+    path = files("hispec.recipes") / "shapes" / "known.yaml"
+    shapes: dict[str, dict[str, object]] = yaml.safe_load(path.read_text())
+    return shapes
+
+
+def _from_shape(shape: dict[str, object]) -> PretrainedConfig:
+    rest = {name: value for name, value in shape.items() if name != "model_type"}
+    found: PretrainedConfig = AutoConfig.for_model(str(shape["model_type"]), **rest)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _head(head: HeadConfig) -> str:
-    return f"{head.kind} head, {'whole vocabulary' if head.vocab_size is None else f'{head.vocab_size} tokens'}"
+    vocabulary = "whole vocabulary" if head.vocab_size is None else f"{head.vocab_size} tokens"
+    return f"{head.kind} head, {vocabulary}" + (", copied" if head.unembedding == "copied" else "")

@@ -1,39 +1,33 @@
 """Everything a run needs before its first step, cheapest checks first: wrong exits are told before weights load."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hispec.base import base_config, load_base
+from hispec.base import base_config, load_base, locate
 from hispec.config import HeadConfig
-from hispec.errors import ConfigError, DataError, FileError
+from hispec.errors import ConfigError, DataError, FileError, first_line
 from hispec.heads import make_heads
 from hispec.model import HiSpecModel
-from hispec.train import ranks, sources, tiny
-from hispec.train.answers import answered, prompt_of
+from hispec.train import packaged, ranks, sources, tiny
+from hispec.train.answers import Answers
 from hispec.train.batch import solve
 from hispec.train.config import TrainConfig
-from hispec.train.data import Document, MicroBatch, documents_of, frequent_tokens, pack, text_documents
+from hispec.train.data import Document, MicroBatch, frequent_tokens, pack, text_documents
 from hispec.train.masks import encode_prompt
-from hispec.train.rows import Row, read_files
+from hispec.train.rows import Row, read_file
 from hispec.train.shard import load_sharded
+from hispec.train.tokens import TokenCache, Tokens, prompt_of
 from hispec.trunk import Trunk
 
 log = logging.getLogger("hispec")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What was read before the trunk was loaded. `chats` may hold prompts without answers."""
-
-    chats: list[Row]
-    texts: list[Row]
-    held_out: list[Row]
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class Prepared:
 
 
 def prepare(config: TrainConfig) -> Prepared:
-    """Check the settings, read the rows, load the trunk, write the answers, pack the data, make the heads.
+    """Check the settings, encode the rows, load the trunk, write the answers, pack the data, make the heads.
 
     Raises:
         ConfigError, FileError, DataError, UnsupportedModelError: the user's own mistakes, before the first step.
@@ -67,29 +61,28 @@ def prepare(config: TrainConfig) -> Prepared:
     exits = config.exits_for(n_layers)
     micro_batch = micro_batch_of(config)
     head_configs = config.heads_for(len(exits))
-    rows = read_rows(config)
-    trunk, tokenizer = load_trunk(config, base)
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_template(config.chat_template)
+    held_out = read_held_out(config)
+    tokenizer = load_tokenizer(config, base)
+    tokens = read_tokens(config, tokenizer)
+    trunk = load_trunk(config, base)
     if trunk.final_norm is None and any(head.kind == "norm" for head in head_configs):
         raise ConfigError("head.kind: 'norm' has nothing to train, this model has no final norm; use mlp or block")
     plain = HiSpecModel(trunk, tokenizer, nn.ModuleList(), base, config.revision)
-    documents = documents_for(plain, rows, config)
+    documents = documents_for(plain, tokens, config)
     batches = pack(documents, micro_batch, config.train.seed)
     ids = _vocabularies(documents, head_configs, trunk)
     torch.manual_seed(config.train.seed)
     heads = make_heads(trunk, exits, head_configs, ids).float()
     model = HiSpecModel(trunk, tokenizer, make_heads(trunk, exits, head_configs, ids), base, config.revision)
-    return Prepared(model, heads, batches, _held_out(plain, rows.held_out, config))
+    return Prepared(model, heads, batches, _held_out(plain, held_out, config))
 
 
-def load_trunk(config: TrainConfig, base: str) -> tuple[Trunk, PreTrainedTokenizerBase]:
-    """The trunk on this rank, or this rank's part of it, and its tokenizer. Raises as `load_base` and `Trunk`."""
+def load_trunk(config: TrainConfig, base: str) -> Trunk:
+    """The trunk on this rank, or this rank's part of it. Raises as `load_base` and `Trunk`."""
     dtype = getattr(torch, dtype_of(config))
     if config.trunk.shard == "zero3":
-        return load_sharded(base, config.revision, dtype)
-    network, tokenizer = load_base(base, config.revision, dtype, ranks.device())
-    return Trunk(network), tokenizer
+        return load_sharded(base, config.revision, dtype)[0]
+    return Trunk(load_base(base, config.revision, dtype, ranks.device())[0])
 
 
 def base_of(config: TrainConfig) -> str:
@@ -131,51 +124,73 @@ def read_template(path: str) -> str:
         raise FileError(f"chat_template {path!r} cannot be read: {error.strerror}") from None
 
 
-def read_rows(config: TrainConfig) -> Rows:
-    """All rows that need no model to be read.
+def load_tokenizer(config: TrainConfig, base: str) -> PreTrainedTokenizerBase:
+    """The trunk's tokenizer, with the chat template that heads are trained with. Raises FileError."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(locate(base), revision=config.revision)
+    except (OSError, ValueError) as error:
+        raise FileError(f"the tokenizer of {base!r} cannot be loaded: {first_line(error)}") from None
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
+    found: PreTrainedTokenizerBase = tokenizer
+    return found
+
+
+def rows_of(config: TrainConfig) -> Iterator[Row]:
+    """All rows of the recipe, read as they are needed.
 
     Raises:
         FileError, DataError, ConfigError: missing, empty or malformed files, an unknown list of prompts.
     """
-    data = config.data
-    rows = read_files(data.files)
+    data, seed = config.data, config.train.seed
+    yield from sources.rows_of(data.source, seed)
     if data.prompts is not None:
-        rows += sources.training_prompts(data.prompts, data.max_prompts, config.train.seed)
-    if config.eval.prompts in sources.packaged_names():
-        held_out = sources.held_out_prompts(config.eval.prompts)
-    elif Path(config.eval.prompts).exists():
-        held_out = read_files([config.eval.prompts])
-    else:
-        names = ", ".join(sources.packaged_names())
-        raise FileError(f"eval.prompts: {config.eval.prompts!r} is neither a packaged list ({names}) nor a file")
-    return Rows([row for row in rows if row.messages], [row for row in rows if not row.messages], held_out)
+        yield from packaged.training_prompts(data.prompts, data.max_prompts, seed)
 
 
-def documents_for(plain: HiSpecModel, rows: Rows, config: TrainConfig) -> list[Document]:
+def read_held_out(config: TrainConfig) -> list[Row]:
+    """The prompts for evaluation. Raises as `rows_of`."""
+    name = config.eval.prompts
+    if name in packaged.packaged_names():
+        return packaged.held_out_prompts(name)
+    if Path(name).is_file():
+        return list(read_file(Path(name)))
+    names = ", ".join(packaged.packaged_names())
+    raise FileError(f"eval.prompts: {name!r} is neither a packaged list ({names}) nor a file")
+
+
+def read_tokens(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """All rows as token ids; nothing at all when the recipe has only text of its own.
+
+    Raises:
+        As `rows_of`; DataError also when no row can be used.
+    """
+    sources.check(config.data.source)
+    if not (config.data.source or config.data.prompts):
+        return Tokens()
+    cache = TokenCache(Path(config.run_dir) / "tokens", config.data, tokenizer, config.train.seed)
+    cache.write(rows_of(config), ranks.rank(), ranks.world())
+    ranks.meet()
+    return cache.read()
+
+
+def documents_for(plain: HiSpecModel, tokens: Tokens, config: TrainConfig) -> list[Document]:
     """The training documents; answers are written first where the trunk is to write them.
 
     Raises:
         DataError: nothing to train on.
     """
     data, seed = config.data, config.train.seed
-    documents: list[Document] = []
-    given = list(rows.texts)
-    if data.answers == "trunk" and rows.chats:
-        path = Path(config.run_dir) / "answers.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if ranks.rank() == 0:
-            documents += answered(plain, rows.chats, data, seed, path)
+    documents = list(tokens.documents)
+    if tokens.prompts:
+        answers = Answers(plain, tokens.prompts, data, seed, Path(config.run_dir) / "answers")
+        answers.write(ranks.rank(), ranks.world())
         ranks.meet()
-        if ranks.rank() > 0:
-            documents += answered(plain, rows.chats, data, seed, path)
-    else:
-        given = [*rows.chats, *rows.texts]
-    if given:
-        documents += documents_of(given, plain.tokenizer, data.max_len, data.strict)[0]
+        documents += answers.documents()
     if data.stdlib_tokens:
-        documents += text_documents(sources.stdlib_rows(seed), plain.tokenizer, data.max_len, data.stdlib_tokens, seed)
+        documents += text_documents(packaged.stdlib_rows(seed), plain.tokenizer, data.max_len, data.stdlib_tokens, seed)
     n_tokens = sum(len(document.ids) for document in documents)
-    n_trained = sum(sum(document.supervised) for document in documents)
+    n_trained = sum(int(np.sum(document.supervised)) for document in documents)
     log.info("%d documents, %d tokens, %d of them supervised", len(documents), n_tokens, n_trained)
     return documents
 
@@ -191,9 +206,8 @@ def _vocabularies(documents: Sequence[Document], configs: Sequence[HeadConfig], 
 
 
 def _held_out(plain: HiSpecModel, rows: Sequence[Row], config: TrainConfig) -> list[list[int]]:
-    texts = [row.text for row in rows if row.text]
-    if texts:
-        raise DataError(f"eval.prompts: {config.eval.prompts!r} holds text; rows with prompt or messages are needed")
+    if any(not row.messages for row in rows):
+        raise DataError(f"eval.prompts: {config.eval.prompts!r} must hold rows with prompt or messages")
     encoded = [encode_prompt(plain.tokenizer, prompt_of(row)) for row in rows]
     room = plain.trunk.max_positions - config.eval.max_new_tokens
     fitting = [ids for ids in encoded if 0 < len(ids) <= room]

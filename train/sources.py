@@ -1,74 +1,88 @@
-"""Text that every machine has: the running Python's own library, and the packaged prompts."""
+"""Where rows come from: files and folders, or data sets of the Hub. The only file that knows `datasets`."""
 
 import importlib
-import importlib.util
 import itertools
 import random
-import sys
-from collections.abc import Iterator
-from importlib.resources import files
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hispec.errors import ConfigError, FileError, first_line
+from hispec.train.config import SourceConfig
+from hispec.train.rows import JSON, PARQUET, TEXT, Row, find_files, read_file, row_of
 
-from hispec.config import unknown_key
-from hispec.errors import ConfigError
-from hispec.train.rows import Row
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def stdlib_rows(seed: int) -> Iterator[Row]:
-    """Documentation topics and module sources of the running Python, alternating, in an order that `seed` decides."""
+def rows_of(sources: Sequence[SourceConfig], seed: int) -> Iterator[Row]:
+    """All rows of all sources, in an order that never changes; a row may come several times, see `weight`.
+
+    Raises:
+        FileError, DataError, ConfigError: nothing there, or not readable.
+    """
+    for number, source in enumerate(sources):
+        rows = itertools.islice(_rows(source), source.rows)
+        yield from rows if source.weight == 1.0 else _weighted(rows, source.weight, f"{seed} {number}")
+
+
+def check(sources: Sequence[SourceConfig]) -> None:
+    """Whether every source is there, as far as that is known without reading it.
+
+    Raises:
+        FileError: neither file nor folder, and no Hub id either.
+    """
+    for source in sources:
+        if not find_files(source.path) and not is_hub(source.path):
+            raise FileError(
+                f"data.source: {source.path!r} matches no file; give a file, glob, folder or Hub id (org/name)"
+            )
+
+
+def is_hub(path: str) -> bool:
+    """Whether `path` names a data set of the Hub: there is no such file here, and it could not be meant as one."""
+    known_type = Path(path).suffix in (*JSON, *TEXT, PARQUET)
+    return HUB_ID.fullmatch(path) is not None and not path.startswith(".") and not known_type and not find_files(path)
+
+
+def stamp(source: SourceConfig) -> list[Any]:
+    """What tells whether a source still holds what it held."""
+    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in find_files(source.path)]
+    return [source.model_dump(mode="json"), files]
+
+
+def _rows(source: SourceConfig) -> Iterator[Row]:
+    if is_hub(source.path):
+        yield from dataset_rows(source)
+        return
+    check([source])
+    for path in find_files(source.path):
+        yield from read_file(path)
+
+
+def dataset_rows(source: SourceConfig) -> Iterator[Row]:
+    """Rows of a data set that `datasets` loads: a Hub id, or a folder laid out as one.
+
+    Raises:
+        ConfigError: `datasets` is not installed. FileError: not found, or not delivered.
+    """
+    try:
+        # By name: reading local files needs none of it.
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError:
+        raise ConfigError(f"data.source: {source.path!r} needs datasets; run: pip install 'hispec[train]'") from None
+    try:
+        found = datasets.load_dataset(
+            source.path, source.name, split=source.split, revision=source.revision, streaming=source.streaming
+        )
+        for number, item in enumerate(found, 1):
+            yield row_of(item, f"{source.path} ({source.split}), row {number}")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise FileError(f"data.source: {source.path!r} cannot be read: {first_line(error)}") from None
+
+
+def _weighted(rows: Iterator[Row], weight: float, seed: str) -> Iterator[Row]:
+    """Each row `weight` times; the part behind the point by chance, which `seed` decides."""
     rng = random.Random(seed)
-    # The documentation of the language, as `help()` prints it; typing stubs do not know the module.
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    names = sorted(topics)
-    rng.shuffle(names)
-    modules = sorted(name for name in sys.stdlib_module_names if not name.startswith("_"))
-    rng.shuffle(modules)
-    docs = (Row(f"stdlib topic {name!r}", text=topics[name]) for name in names)
-    sources = (row for name in modules if (row := _source(name)) is not None)
-    for pair in itertools.zip_longest(docs, sources):
-        yield from (row for row in pair if row is not None)
-
-
-def _source(module: str) -> Row | None:
-    spec = importlib.util.find_spec(module)
-    path = None if spec is None or spec.origin is None else Path(spec.origin)
-    if path is None or path.suffix != ".py" or not path.is_file():
-        return None
-    return Row(f"stdlib module {module!r}", text=path.read_text(encoding="utf-8", errors="replace"))
-
-
-def training_prompts(name: str, limit: int | None, seed: int) -> list[Row]:
-    """Every task of a packaged list crossed with every topic, shuffled, the first `limit`."""
-    lists = _packaged(name)["training"]
-    prompts = [
-        text.format(topic=topic)
-        for group in lists
-        for text, topic in itertools.product(group["tasks"], group["topics"])
-    ]
-    random.Random(seed).shuffle(prompts)
-    return [_prompt_row(f"prompts {name}, number {number}", text) for number, text in enumerate(prompts[:limit], 1)]
-
-
-def held_out_prompts(name: str) -> list[Row]:
-    """The prompts of a packaged list that are never trained on, for evaluation and benchmarks."""
-    return [_prompt_row(f"held-out {name}, number {n}", text) for n, text in enumerate(_packaged(name)["held_out"], 1)]
-
-
-def packaged_names() -> list[str]:
-    """Names of the packaged prompt lists."""
-    folder = files("hispec.recipes") / "prompts"
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-
-
-def _packaged(name: str) -> dict[str, list[Any]]:
-    if name not in packaged_names():
-        raise ConfigError(f"prompts: {unknown_key(name, packaged_names()).replace('unknown key', 'unknown list')}")
-    data: dict[str, list[Any]] = yaml.safe_load((files("hispec.recipes") / "prompts" / f"{name}.yaml").read_text())
-    return data
-
-
-def _prompt_row(where: str, text: str) -> Row:
-    return Row(where, ({"role": "user", "content": text},))
+    for row in rows:
+        yield from itertools.repeat(row, int(weight) + (rng.random() < weight % 1))

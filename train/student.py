@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from hispec.attention import PackedAttention
-from hispec.heads import Head
+from hispec.heads import Head, Reading
 
 
 class Student(nn.Module):
@@ -20,15 +20,8 @@ class Student(nn.Module):
 
     def forward(
         self, hidden: dict[int, Tensor], ids_T: Tensor, positions_T: Tensor, rows_S: Tensor, lengths: Sequence[int]
-    ) -> list[Tensor]:
-        """Features [S, D] of each head at the positions `rows_S`, from the hidden states [T, D] at the exits."""
+    ) -> list[Reading]:
+        """What each head's logits at the positions `rows_S` are made of, from the hidden states [T, D] at the exits."""
         attend = PackedAttention(lengths)
-        features = []
-        for head in self.heads:
-            assert isinstance(head, Head)
-            hidden_TD = hidden[head.exit]
-            if head.placed:
-                features.append(head.features(hidden_TD, ids_T, positions_T, attend)[rows_S])
-            else:
-                features.append(head.features(hidden_TD[rows_S], ids_T, positions_T, attend))
-        return features
+        heads = [head for head in self.heads if isinstance(head, Head)]
+        return [head(hidden[head.exit], ids_T, positions_T, rows_S, attend) for head in heads]
