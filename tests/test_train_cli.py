@@ -1,16 +1,23 @@
 """What a user types: help, recipes, overrides, and ten ways to be wrong."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from train_fixtures import model_folder
 
 from hispec.errors import ConfigError, HiSpecError
 from hispec.model import HiSpecModel
+from hispec.recipes import read_recipe_file
 from hispec.train.cli import load, run
+from hispec.train.config import TrainConfig
+from hispec.train.data import Document
+from hispec.train.preview import show
+from hispec.train.tiny import tiny_tokenizer
 
 
 def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -119,6 +126,73 @@ def test_overrides_recipes_of_ones_own_and_what_they_build_on(tmp_path: Path) ->
     assert settings.model == "tiny" and settings.run_dir == "runs/mine"
     with pytest.raises(ConfigError, match="cannot be read"):
         load(["recipe=tiny", "exits=[1"])
+
+
+SIZES = {  # millions of parameters, as the models' cards have them, and devices
+    "llama2-7b": (6_738, 8), "llama2-13b": (13_016, 8), "llama2-70b": (68_977, 8), "llama3-8b": (8_030, 8),
+    "llama3-70b": (70_554, 8), "codellama-7b": (6_739, 8), "codellama-34b": (33_744, 8), "qwen3-0.6b": (596, 1),
+    "qwen3-4b": (4_022, 8), "qwen3-8b": (8_191, 8), "opt-1.3b": (1_316, 1), "opt-6.7b": (6_658, 8),
+}  # fmt: skip
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers at the Hub's address, and the test takes no longer for it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_recipe_is_planned_from_shapes_alone(name: str, no_hub: None, capsys: pytest.CaptureFixture[str]) -> None:
+    header = read_recipe_file(f"{name}.yaml").split("\n\n")[0]
+    assert all(
+        word in header for word in ("# needs ", f"hispec-train recipe={name}", "# data ", "# cost ", "not measured")
+    )
+    run([f"recipe={name}", "plan=true"])
+    out = capsys.readouterr().out
+    (model,) = re.findall(r"([\d,.]+) M parameters", out)
+    assert round(float(model.replace(",", ""))) == pytest.approx(SIZES[name][0], abs=1)
+    assert f"{SIZES[name][1]} x GPU" in out and "TOO MUCH" not in out and "not measured" in out
+    needed, given = re.findall(r"about ([\d.]+) of (\d+) GB on each rank", out)[0]
+    parts = [float(part) for part in re.findall(r"^ +([\d.]+) GB  ", out, re.MULTILINE)]
+    assert sum(parts) == pytest.approx(float(needed), abs=0.05) and float(needed) < float(given)
+
+
+def test_the_70b_plan_says_what_each_gpu_holds(no_hub: None, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["recipe=llama2-70b", "plan=true"])
+    out = capsys.readouterr().out
+    for part in (
+        "1/8 of the trunk's layers",
+        "embedding and unembedding, whole",
+        "the layer that runs",
+        "ZeRO stage 2",
+    ):
+        assert re.search(rf"[\d.]+ GB  .*{part}", out), part
+    run(["recipe=llama2-70b", "plan=true", "trunk.shard=none"])
+    assert "TOO MUCH" in capsys.readouterr().out
+
+
+def test_a_plan_shows_rows_and_what_is_learned_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = tmp_path / "chats.jsonl"
+    rows = [{"prompt": f"hi {n}", "completion": "ok\nyes"} for n in range(5)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["recipe=tiny", "plan=true", f"run_dir={tmp_path / 'run'}", f"data.source={chats}", "data.stdlib_tokens=0"]
+    run(words)
+    out = capsys.readouterr().out
+    shown = [line.strip() for line in out.splitlines() if "<|user|>" in line]
+    assert shown == [f"<s><|user|>hi {n}<|end|><|assistant|>[[ok\\nyes<|end|>]]" for n in range(3)]
+    assert f"about {5 * 15} tokens an epoch" in out  # a byte is a token
+    run([*words, "data.answers=trunk", "data.max_new_tokens=10"])
+    out = capsys.readouterr().out
+    assert f"about {5 * (8 + 10)} tokens" in out and "still to be written" in out
+    document = Document([3, 4, 5], [True, False, False])
+    assert show(document, tiny_tokenizer(), colour=True).count("\033[32m") == 1
+
+
+def test_the_whole_configuration_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["recipe=llama2-7b", "--cfg", "job", "train.lr=0.1"])
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert TrainConfig.build(shown) == load(["recipe=llama2-7b", "train.lr=0.1"])
+    assert "--cfg 'all' is not known" in fails(capsys, "recipe=tiny", "--cfg=all")
 
 
 def test_plan_prints_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,9 @@ from hispec.decode.request import SamplingParams
 from hispec.errors import BaseMismatchError, CheckpointError, ConfigError
 from hispec.model import HiSpecModel
 from hispec.train.config import OptimConfig, TrainConfig
-from hispec.train.loop import Interrupted, Training, learning_rate, n_steps, train
+from hispec.train.loop import Interrupted, Training, n_steps, train
 from hispec.train.metrics import read
+from hispec.train.schedule import learning_rate
 from hispec.train.stop import Stop
 
 
@@ -328,3 +329,90 @@ def test_schedule_and_length() -> None:
 def test_evaluation_prompts_may_come_from_a_file(tmp_path: Path) -> None:
     settings = config(tmp_path, model_folder(tmp_path, "llama_gqa"), eval__prompts=str(prompts_file(tmp_path)))
     assert len(Training(settings).held_out) == 3
+
+
+def test_schedules_fall_as_they_are_named() -> None:
+    base = OptimConfig().model_copy(update={"lr": 1.0, "warmup": 0.0, "final_lr": 0.1, "cooldown": 0.25})
+    curves = {
+        name: [learning_rate(base.model_copy(update={"schedule": name}), step, 21) for step in range(21)]
+        for name in ("cosine", "linear", "constant", "wsd")
+    }
+    assert curves["constant"] == [1.0] * 21
+    assert curves["linear"][10] == pytest.approx(0.55) == pytest.approx(curves["cosine"][10])
+    assert curves["linear"][5] < curves["cosine"][5]
+    assert curves["wsd"][15] == 1.0 and curves["wsd"][18] == pytest.approx(0.1 + 0.9 * 0.4)
+    assert all(curve[-1] == pytest.approx(0.1) for name, curve in curves.items() if name != "constant")
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest(tmp_path: Path) -> None:
+    """Against a twin: torch's two optimizers, side by side on the same gradients."""
+    folder = model_folder(tmp_path, "llama_gqa")
+    settings = config(tmp_path, folder, train__optimizer="muon", train__clip=0.0, train__warmup=0.0, train__lr=1e-2)
+    run = Training(settings)
+    before = run.engine.state()
+    seen: dict[str, torch.Tensor] = {}
+    step = run.engine.step
+
+    def noting(lr: float) -> None:
+        seen.update({name: p.grad.clone() for name, p in run.engine._trained.items() if p.grad is not None})
+        step(lr)
+
+    run.engine.step = noting  # type: ignore[method-assign]
+    run.train_step()
+    after = run.engine.state()
+    lr = learning_rate(settings.train, 0, run.steps)
+    for name, grad in seen.items():
+        twin = torch.nn.Parameter(before[name].clone())
+        twin.grad = grad
+        if twin.dim() == 2:
+            dull: Any = torch.optim.Muon([twin], lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        else:
+            dull = torch.optim.AdamW([twin], lr=lr, betas=settings.train.betas, weight_decay=0.0)
+        dull.step()
+        assert torch.allclose(after[name], twin, atol=1e-6), name
+        # Behind the zero of a head that starts as the logit lens nothing has a gradient yet.
+        assert torch.equal(after[name], before[name]) != bool(grad.any()), name
+
+
+def test_muon_needs_whole_matrices() -> None:
+    with pytest.raises(ConfigError, match="optimizer=muon needs whole matrices, which zero=2 splits"):
+        OptimConfig.build({"optimizer": "muon", "zero": 2})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"optimizer": "muon"}, {"ema": 0.9}, {"ema": 0.9, "zero": 3}, {"ema": 0.9, "zero": 1}]
+)
+def test_t12_muon_and_running_means_survive_a_resume(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = model_folder(tmp_path, "llama_gqa")
+    more = {f"train__{name}": value for name, value in changes.items()}
+    more |= {"train__max_steps": 12, "train__accumulation": 2}
+    whole = config(tmp_path, folder, run_dir=str(tmp_path / "whole"), **more)
+    straight = Training(whole)
+    straight.run(Stop())
+    broken = config(tmp_path, folder, run_dir=str(tmp_path / "broken"), **more)
+    with pytest.raises(Interrupted):
+        Training(broken).run(StopAfter(6))
+    resumed = Training(broken)
+    resumed.run(Stop())
+    assert losses(whole) == losses(broken)
+    assert digest(resumed.engine.state()) == digest(straight.engine.state())
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_the_running_mean_is_exported_and_not_trained_on(tmp_path: Path, zero: int) -> None:
+    folder = model_folder(tmp_path, "llama_gqa")
+    changes: dict[str, Any] = {"train__max_steps": 6, "train__lr": 1e-2, "train__zero": zero}
+    plain = Training(config(tmp_path, folder, run_dir=str(tmp_path / "plain"), **changes))
+    run = Training(config(tmp_path, folder, run_dir=str(tmp_path / "ema"), train__ema=0.5, **changes))
+    mean = {name: value.double() for name, value in run.engine.state().items()}
+    for number in range(6):
+        plain.train_step()
+        run.train_step()
+        decay = min(0.5, (2 + number) / (11 + number))
+        now = plain.engine.state()
+        mean = {name: decay * value + (1 - decay) * now[name] for name, value in mean.items()}
+    assert losses(plain.config) == losses(run.config)
+    for name, value in run.engine.state().items():
+        assert torch.allclose(value, mean[name].float(), atol=1e-6), name
+    raw = plain.engine.state()
+    assert any(not torch.allclose(value, raw[name], atol=1e-4) for name, value in run.engine.state().items())

@@ -156,7 +156,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], Path | None, bool]:
             os.environ.setdefault("LOCAL_RANK", value if equals else next(rest, "0"))
         elif word.startswith("-") and word not in ("-h", "--help"):
             raise ConfigError(
-                f"unknown option {word!r}; options are --config-dir DIR, --cfg job and --help, settings are written key=value"
+                f"unknown option {word!r}; options are --config-dir DIR, --cfg job and --help,"
+                " settings are written key=value"
             )
         else:
             words.append(word)

@@ -132,8 +132,14 @@ class LossConfig(LossWeights):
 class OptimConfig(Config):
     """Length, batch and step size."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the matrices of heads, and AdamW for the rest; needs zero=0."""
     lr: float = Field(default=1e-3, gt=0.0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How it falls after the warm-up. wsd stays at the peak and falls linearly in the end."""
+    cooldown: float = Field(default=0.2, gt=0.0, le=1.0)
+    """Share of the steps after the warm-up in which wsd falls."""
     epochs: float = Field(default=1.0, gt=0.0)
     """Passes over the data; not used when max_steps is given."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -147,11 +153,13 @@ class OptimConfig(Config):
     warmup: float = Field(default=0.05, ge=0.0, le=1.0)
     """Share of the steps in which the learning rate rises from 0."""
     final_lr: float = Field(default=0.05, ge=0.0, le=1.0)
-    """Where the cosine ends, as a share of lr."""
+    """Where the schedule ends, as a share of lr; constant does not fall."""
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """AdamW's; heads start at the logit lens, and zero is not a better place for their norms."""
+    """Heads start at the logit lens, and zero is not a better place for their norms."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's averages."""
+    ema: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Keep a running mean of the heads, of this decay (0.999, say), and export that; null exports them as they are."""
     clip: float = Field(default=1.0, ge=0.0)
     """Largest gradient norm; 0 does not clip."""
     seed: int = Field(default=0, ge=0)
@@ -171,6 +179,8 @@ class OptimConfig(Config):
     def _check(self) -> Self:
         if self.offload and self.zero == 0:
             raise ValueError("offload=true needs zero=1, 2 or 3; give one, or offload=false")
+        if self.optimizer == "muon" and self.zero:
+            raise ValueError(f"optimizer=muon needs whole matrices, which zero={self.zero} splits; give zero=0")
         return self
 
 

@@ -25,6 +25,7 @@ from hispec.train.features import FeatureCache
 from hispec.train.lessons import step_losses
 from hispec.train.losses import METRICS
 from hispec.train.metrics import Metrics
+from hispec.train.schedule import learning_rate
 from hispec.train.stop import Stop
 
 log = logging.getLogger("hispec")
@@ -217,12 +218,3 @@ def n_steps(config: OptimConfig, n_batches: int, per_step: int, step: int = 0, p
     The last window may reach into one more epoch.
     """
     return config.max_steps or step + max(0, math.ceil((config.epochs * n_batches - place) / per_step))
-
-
-def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """Of the step after `step`: a linear rise, then half a cosine down to `final_lr` of the peak."""
-    warmup = round(config.warmup * steps)
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - 1 - warmup)
-    return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
