@@ -1,6 +1,5 @@
 """Whole runs of a few steps on tiny models: what is trained, what is not, what is resumed, what is exported."""
 
-import hashlib
 import json
 import os
 import signal
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import VOCAB
-from train_fixtures import GENERATION, PLAIN, config, model_folder, prompts_file
+from train_fixtures import GENERATION, PLAIN, config, digest, losses, model_folder, prompts_file
 from transformers import AutoTokenizer
 
 from hispec.attention import PackedAttention
@@ -18,7 +17,7 @@ from hispec.decode.decoder import Decoder
 from hispec.decode.request import SamplingParams
 from hispec.errors import BaseMismatchError, CheckpointError, ConfigError
 from hispec.model import HiSpecModel
-from hispec.train.config import OptimConfig, TrainConfig
+from hispec.train.config import OptimConfig
 from hispec.train.loop import Interrupted, Training, n_steps, train
 from hispec.train.metrics import read
 from hispec.train.schedule import learning_rate
@@ -36,19 +35,6 @@ class StopAfter(Stop):
         return 143 if step >= self.step else 0
 
 
-def digest(tensors: Any) -> str:
-    """Hash of all bytes of named tensors."""
-    sha = hashlib.sha256()
-    for name, tensor in sorted(dict(tensors).items()):
-        sha.update(name.encode() + tensor.detach().contiguous().cpu().numpy().tobytes())
-    return sha.hexdigest()
-
-
-def losses(settings: TrainConfig) -> list[float]:
-    """The loss of every step of a run."""
-    return [line["loss"] for line in read(Path(settings.run_dir) / "metrics.jsonl") if "loss" in line]
-
-
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3"])
 def test_m02_training_leaves_the_trunk_as_it_is(tmp_path: Path, name: str) -> None:
     settings = config(
@@ -56,11 +42,11 @@ def test_m02_training_leaves_the_trunk_as_it_is(tmp_path: Path, name: str) -> No
     )
     run = Training(settings)
     before = digest(run.model.trunk.model.named_parameters())
-    heads = digest(run.engine.state())
+    heads = digest(run.engine.state().items())
     greedy = Decoder(run.model, exits=()).generate([[5, 17, 101]], SamplingParams(max_new_tokens=8))[0].ids
     run.run(Stop())
     assert digest(run.model.trunk.model.named_parameters()) == before
-    assert digest(run.engine.state()) != heads
+    assert digest(run.engine.state().items()) != heads
     assert Decoder(run.model, exits=()).generate([[5, 17, 101]], SamplingParams(max_new_tokens=8))[0].ids == greedy
 
 
@@ -98,7 +84,7 @@ def test_t02_t03_t04_every_zero_stage_trains_the_heads_only(tmp_path: Path, name
     )
     for _ in range(3):
         twin.train_step()
-    assert losses(settings) == pytest.approx(losses(twin.config), rel=1e-3)
+    assert losses(settings.run_dir) == pytest.approx(losses(twin.config.run_dir), rel=1e-3)
 
 
 def test_t09_accumulation_counts_tokens_not_batches(tmp_path: Path) -> None:
@@ -118,7 +104,7 @@ def test_t09_accumulation_counts_tokens_not_batches(tmp_path: Path) -> None:
         sizes = {len(batch.rows_S) for batch in run.batches}
         assert len(sizes) > 1 or accumulation == 1
         run.train_step()
-        states.append((losses(settings)[-1], run.engine.state()))
+        states.append((losses(settings.run_dir)[-1], run.engine.state()))
     assert states[0][0] == pytest.approx(states[1][0], rel=1e-5)
     # AdamW's first step is the sign of the gradient times lr, so equality is asked where the gradient is not noise.
     same = [torch.isclose(states[0][1][name], states[1][1][name], atol=1e-5).float().mean() for name in states[0][1]]
@@ -142,7 +128,7 @@ def test_t12_ten_steps_and_ten_resumed_are_twenty(tmp_path: Path, zero: int) -> 
     first, second = (read(Path(settings.run_dir) / "metrics.jsonl") for settings in (whole, broken))
     assert [line["step"] for line in second] == [line["step"] for line in first]
     assert first == second
-    assert digest(resumed.engine.state()) == digest(straight.engine.state())
+    assert digest(resumed.engine.state().items()) == digest(straight.engine.state().items())
 
 
 def test_an_interrupted_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
@@ -204,7 +190,7 @@ def test_features_from_the_cache_change_nothing(tmp_path: Path) -> None:
     with_cache = Training(cached)
     for run in (with_cache, Training(direct)):
         run.run(Stop())
-    assert losses(cached) == losses(direct)
+    assert losses(cached.run_dir) == losses(direct.run_dir)
     assert with_cache.cache.misses == len(with_cache.batches) < 12
     # A damaged file is made again; other data does not meet old features.
     broken = next((tmp_path / "cached" / "features").iterdir())
@@ -244,7 +230,7 @@ def test_heads_learn(tmp_path: Path, head: dict[str, Any]) -> None:
     kind = "norm" if head == {"kind": "norm"} else "more"
     settings = config(tmp_path, model_folder(tmp_path, "llama_gqa"), train__max_steps=60, train__lr=1e-2, head=head)
     train(settings)
-    curve = losses(settings)
+    curve = losses(settings.run_dir)
     assert curve[-1] < (0.85 if kind == "norm" else 0.7) * curve[0]  # a norm alone cannot do much
 
 
@@ -279,7 +265,7 @@ def test_bf16_trunk_trains_float32_heads(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in run.engine.state().values()} == {torch.float32}
     exported = HiSpecModel.from_pretrained(Path(settings.run_dir) / "heads", dtype=torch.bfloat16)
     assert {p.dtype for p in exported.heads.parameters()} == {torch.bfloat16}
-    assert losses(settings)[-1] < losses(settings)[0]
+    assert losses(settings.run_dir)[-1] < losses(settings.run_dir)[0]
 
 
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path) -> None:

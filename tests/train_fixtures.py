@@ -1,13 +1,17 @@
 """What tests of training share: the T1 tokenizer, model folders, and runs of a recipe."""
 
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tiny_models import VOCAB, build
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from hispec.train.config import TrainConfig
+from hispec.train.metrics import read
 
 WORDS = "<pad> <s> </s> <unk> <|user|> <|assistant|> <|end|> hi there ok yes A B C D".split()
 PLAIN = (
@@ -68,6 +72,19 @@ def prompts_file(folder: Path) -> Path:
     target = folder / "prompts.jsonl"
     target.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("hi there w40", "w20 w21 ok", "A B C D w100")))
     return target
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Hash of all bytes of named tensors, in their order."""
+    sha = hashlib.sha256()
+    for name, tensor in tensors:
+        sha.update(name.encode() + tensor.detach().contiguous().cpu().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def losses(run_dir: str | Path) -> list[float]:
+    """The loss of every step of a run."""
+    return [line["loss"] for line in read(Path(run_dir) / "metrics.jsonl") if "loss" in line]
 
 
 def config(folder: Path, model: str | Path, **changes: Any) -> TrainConfig:

@@ -92,8 +92,8 @@ def load_sharded(name: str, revision: str | None, dtype: torch.dtype) -> tuple[S
     else:
         config = AutoConfig.from_pretrained(locate(name), revision=revision)
         with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(locate(name), revision=revision)  # type: ignore[no-untyped-call]
+            network = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        tokenizer = AutoTokenizer.from_pretrained(locate(name), revision=revision)
     return ShardedTrunk(network), tokenizer
 
 
