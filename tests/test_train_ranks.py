@@ -99,8 +99,8 @@ def test_t09_gradients_count_tokens_however_they_are_grouped(tmp_path: Path) -> 
 
     def settings(name: str, micro: int, accumulation: int, zero: int = 0) -> TrainConfig:
         return config(
-            tmp_path, folder, run_dir=str(tmp_path / name), data={"files": [str(rows)], "max_len": 66}, train__clip=0.0,
-            train__micro_batch_tokens=micro, train__accumulation=accumulation, train__zero=zero,
+            tmp_path, folder, run_dir=str(tmp_path / name), data={"source": [str(rows)], "max_len": 66},
+            train__clip=0.0, train__micro_batch_tokens=micro, train__accumulation=accumulation, train__zero=zero,
         )  # fmt: skip
 
     sizes, whole = gradients(settings("whole", 4 * 66, 1))
@@ -117,7 +117,7 @@ def test_t09_no_window_is_incomplete_and_no_rank_waits(tmp_path: Path) -> None:
     """Five micro batches, four to a step, on two ranks: the second step goes on into the next epoch, on both."""
     rows = chats_file(tmp_path, (1, 29, 4, 59, 12))
     settings = config(
-        tmp_path, model_folder(tmp_path, "llama_gqa"), data={"files": [str(rows)], "max_len": 66},
+        tmp_path, model_folder(tmp_path, "llama_gqa"), data={"source": [str(rows)], "max_len": 66},
         train__micro_batch_tokens=66, train__accumulation=2, train__max_steps=None, train__epochs=1.0,
         head__kind="norm",
     )  # fmt: skip
