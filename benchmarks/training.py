@@ -2,9 +2,9 @@
 
     python benchmarks/training.py text.jsonl [recipe=smollm2-135m] [--batches 12] [key=value ...]
 
-text.jsonl holds rows that hispec-train reads; other rows are taken as text, their fields joined. Prints tokens per second,
-where the time goes, peak memory, and the first epoch against an epoch from the cache. One process, as many threads as
-OMP_NUM_THREADS says.
+text.jsonl holds rows that hispec-train reads; other rows are taken as text, their fields joined. Prints tokens per
+second, where the time goes, peak memory, and the first epoch against an epoch from the cache. One process, as many
+threads as OMP_NUM_THREADS says.
 """
 
 import argparse
@@ -23,8 +23,6 @@ import torch
 
 from hispec.train.cli import load
 from hispec.train.loop import Training
-
-PARTS = {"trunk": "cache.get", "heads": "engine.readings", "optimizer": "engine.step"}
 
 
 class Clock:
@@ -86,19 +84,29 @@ def measure(words: list[str], n_batches: int, folder: Path) -> dict[str, Any]:
     run.engine.backward = clock.around("backward", run.engine.backward)  # type: ignore[method-assign]
     first, again = epoch(run, clock, n_batches), epoch(run, clock, n_batches)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"tokens": tokens, "first": first, "again": again, "peak_memory_gib": peak, "threads": torch.get_num_threads()}
+    return {
+        "tokens": tokens,
+        "first": first,
+        "again": again,
+        "peak_memory_gib": peak,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def show(found: dict[str, Any]) -> None:
     """A table for a person."""
-    print(f"{found['tokens']} tokens an epoch, {found['threads']} threads, peak memory {found['peak_memory_gib']:.2f} GiB")
+    print(
+        f"{found['tokens']} tokens an epoch, {found['threads']} threads, peak memory {found['peak_memory_gib']:.2f} GiB"
+    )
     print(f"{'':12}{'tokens/s':>10}{'trunk':>9}{'heads':>9}{'optimizer':>11}{'rest':>8}")
     for name, label in (("first", "first epoch"), ("again", "from cache")):
         part = found[name]
         trunk, optimizer = part["trunk"], part["optimizer"]
         heads = part["trunk and heads"] - trunk + part["backward"]
         shares = [trunk, heads, optimizer, part["all"] - trunk - heads - optimizer]
-        columns = "".join(f"{share / part['all']:>{width}.0%}" for share, width in zip(shares, (9, 9, 11, 8), strict=True))
+        columns = "".join(
+            f"{share / part['all']:>{width}.0%}" for share, width in zip(shares, (9, 9, 11, 8), strict=True)
+        )
         print(f"{label:12}{found['tokens'] / part['all']:>10.0f}{columns}")
     print(f"an epoch from the cache is {found['first']['all'] / found['again']['all']:.2f} times as fast as the first")
 

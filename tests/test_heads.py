@@ -16,7 +16,7 @@ from hispec.config import HeadConfig
 from hispec.decode.decoder import Decoder
 from hispec.decode.request import SamplingParams
 from hispec.errors import ConfigError
-from hispec.heads import make_heads
+from hispec.heads import Head, make_heads
 from hispec.model import HiSpecModel
 from hispec.trunk import Trunk
 
@@ -40,9 +40,13 @@ def stir(heads: nn.ModuleList) -> None:
             parameter.add_(0.1 * torch.randn(parameter.shape))
 
 
-def inputs(hidden_TD: Tensor) -> tuple[Any, ...]:
+def inputs(hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n = len(hidden_TD)
     return hidden_TD, torch.arange(n), torch.arange(n)
+
+
+def logits(head: Head, hidden_TD: Tensor) -> Tensor:
+    return head.logits(head.features(*inputs(hidden_TD), PackedAttention([len(hidden_TD)])))
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -56,9 +60,9 @@ def test_training_and_decoding_read_the_same_logits(name: str, own: dict[str, An
     hidden_TD = made.trunk.run(torch.arange(7), torch.arange(7), 0, 2, PackedAttention([7]))
     attend = PackedAttention([7])
     lens_TV = head.shared(made.trunk.features(hidden_TD))
-    assert torch.allclose(head.logits(head.features(*inputs(hidden_TD), attend)), lens_TV, atol=1e-5)
+    assert torch.allclose(logits(head, hidden_TD), lens_TV, atol=1e-5)
     stir(made.heads)
-    decoded_TV = head.logits(head.features(*inputs(hidden_TD), attend))
+    decoded_TV = logits(head, hidden_TD)
     trained_TV = head.read(head(*inputs(hidden_TD), torch.arange(7), attend))
     assert torch.allclose(decoded_TV, trained_TV, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(decoded_TV, lens_TV, atol=1e-2)
@@ -92,8 +96,7 @@ def test_they_are_stored_small_come_back_and_decode_losslessly(
     assert got.ids == wanted
     hidden_TD = torch.randn(4, 48)
     for ours, theirs in zip(made.heads_list, loaded.heads_list, strict=True):
-        logits = [head.logits(head.features(*inputs(hidden_TD), PackedAttention([4]))) for head in (ours, theirs)]
-        assert torch.allclose(*logits, atol=1e-5)
+        assert torch.allclose(logits(ours, hidden_TD), logits(theirs, hidden_TD), atol=1e-5)
 
 
 def test_lora_without_peft_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from decode_fixtures import PROMPTS, decoding, trunk, wanted, with_heads
 from torch import nn
 
-from hispec import SamplingParams
-from hispec.linear import PackedLinear, prepack, unpack
+from hispec import SamplingParams, linear
+from hispec.linear import PackedLinear, prepack, product, quicken, unpack
 
 HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 pytestmark = pytest.mark.skipif(not HAS_ONEDNN, reason="torch without oneDNN has nothing to pack")
@@ -65,3 +65,51 @@ def test_a_packed_model_says_the_same_and_is_given_back() -> None:
         got = decoder.generate(PROMPTS, SamplingParams(max_new_tokens=16, ignore_eos=True))
         assert [completion.ids for completion in got] == wanted("llama_gqa", PROMPTS, 16)
     assert not any("forward" in vars(module) for module in linears)
+
+
+@pytest.fixture
+def onednn_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this processor says, and for layers of any size."""
+    monkeypatch.setattr(linear, "_onednn_pays", lambda: True)
+    monkeypatch.setattr(linear, "_MIN_WEIGHTS", 0)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 48), (1, 7, 48), (300, 48)])
+def test_products_of_training_have_the_librarys_gradients(
+    shape: tuple[int, ...], bias: bool, onednn_pays: None
+) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(48, 211, bias=bias), torch.randn(shape, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    own, dull = product(x, layer.weight, layer.bias), F.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(own, dull)
+    grad = torch.randn_like(dull)
+    for ours, theirs in zip(
+        torch.autograd.grad(own, leaves, grad), torch.autograd.grad(dull, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_quickened_layers_follow_their_weights_and_packed_ones_have_gradients(onednn_pays: None) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(48, 32), torch.randn(3, 48, requires_grad=True)
+    packed = PackedLinear(layer.weight.detach(), None)
+    (grad,) = torch.autograd.grad(packed(x).sum(), x)
+    torch.testing.assert_close(grad, layer.weight.sum(0).expand(3, 48))
+    quicken(nn.Sequential(layer))
+    assert "forward" in vars(layer)
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+    unpack([layer])
+    assert "forward" not in vars(layer)
+
+
+def test_half_precision_stays_the_librarys(onednn_pays: None) -> None:
+    layer = nn.Linear(48, 32, dtype=torch.bfloat16)
+    quicken(layer)
+    assert "forward" not in vars(layer)
+    assert torch.equal(
+        product(torch.ones(2, 48).bfloat16(), layer.weight), F.linear(torch.ones(2, 48).bfloat16(), layer.weight)
+    )

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
@@ -32,8 +33,8 @@ log = logging.getLogger("hispec")
 class Document:
     """Token ids of one text or chat, and the positions a head is trained at (as many); lists, or parts of an array."""
 
-    ids: Sequence[int]
-    supervised: Sequence[bool]
+    ids: Sequence[int] | npt.NDArray[np.int32]
+    supervised: Sequence[bool] | npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class MicroBatch:
         return following_T[self.rows_S]
 
 
-def _joined(parts: Sequence[Sequence[Any]], dtype: Any) -> Tensor:
+def _joined(parts: Sequence[Any], dtype: Any) -> Tensor:
     return torch.from_numpy(np.concatenate([np.asarray(part, dtype) for part in parts]))
 
 

@@ -145,7 +145,7 @@ class Engine:
 
     def _restore_averages(self, snapshot: Mapping[str, Tensor], steps: int) -> None:
         """Take over the averages of the first rank's `snapshot`, made after so many `steps`."""
-        names = {parameter: name for name, parameter in self._trained.items()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._trained.items()}
         for flat in self.optimized:
             made = {average: torch.zeros_like(flat) for average in self._averages.get(names.get(flat, ""), ADAMW)}
             step = torch.tensor(float(steps), device=flat.device if self._fused else "cpu")

@@ -166,7 +166,8 @@ class _Chunked(torch.autograd.Function):
         for start in range(0, n, lesson.chunk):
             stop = min(start + lesson.chunk, n)
             with torch.enable_grad():
-                leaves = Reading(*(p if p is None else p.detach().requires_grad_() for p in reading.rows(start, stop)))
+                cut = (p if p is None else p.detach().requires_grad_() for p in reading.rows(start, stop))
+                leaves = Reading(*cut)  # type: ignore[arg-type]
                 loss, metrics_M = dense_loss(leaves, truth, lesson, start, stop)
                 found = torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])
             into = [grad for grad in grads.rows(start, stop) if grad is not None]
@@ -199,12 +200,14 @@ def dense_loss(reading: Reading, truth: Truth, lesson: Lesson, start: int = 0, s
         with torch.no_grad():
             teacher_CV = _mixed(full_CV, lesson.next_level(start, stop), lesson.share)
         pair = Pair(head_CV, teacher_CV, truth.targets_S, vocab_ids, temperature)
-    parts = [weight * LOSSES[name](pair) for name, weight in lesson.weights.items() if weight]
-    loss = torch.stack(parts).sum()
+    parts = {name: LOSSES[name](pair) for name, weight in lesson.weights.items() if weight}
+    loss = torch.stack([lesson.weights[name] * part for name, part in parts.items()]).sum()
     with torch.no_grad():
+        known = parts if pair is full else {}
+        measured = [known[name] if name in known else LOSSES[name](full) for name in ("kl", "ce")]
         picks_C = head_CV.argmax(-1) if vocab_ids is None else vocab_ids[head_CV.argmax(-1)]
         top1 = (picks_C == truth.argmax_S).sum()
-        metrics = [x.detach().double() for x in (loss, kl(full), ce(full), full.accepted_C.sum(), top1)]
+        metrics = [x.detach().double() for x in (loss, *measured, full.accepted_C.sum(), top1)]
     return HeadLoss(loss, torch.stack(metrics))
 
 

@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
         for part in self._parts:
             part.state = self.state
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update all parameters."""
         assert closure is None
         for part in self._parts:

@@ -207,7 +207,7 @@ def _known() -> dict[str, dict[str, object]]:
 
 def _from_shape(shape: dict[str, object]) -> PretrainedConfig:
     rest = {name: value for name, value in shape.items() if name != "model_type"}
-    found: PretrainedConfig = AutoConfig.for_model(str(shape["model_type"]), **rest)  # type: ignore[no-untyped-call]
+    found: PretrainedConfig = AutoConfig.for_model(str(shape["model_type"]), **rest)
     return found
 
 

@@ -1,6 +1,6 @@
 """How a few rows look to training: what is learned, and what is only read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ def show(document: Document, tokenizer: PreTrainedTokenizerBase, colour: bool) -
     return "".join(pieces)
 
 
-def _runs(ids: Sequence[int], marks: Sequence[bool]) -> Iterator[tuple[bool, list[int]]]:
+def _runs(ids: Iterable[int], marks: Iterable[bool]) -> Iterator[tuple[bool, list[int]]]:
     pairs = zip(marks, ids, strict=True)
     for learned, run in groupby(pairs, key=lambda pair: bool(pair[0])):
         yield learned, [int(token) for _, token in run]

@@ -15,6 +15,7 @@ from hispec.base import base_config, load_base, locate
 from hispec.config import HeadConfig
 from hispec.errors import ConfigError, DataError, FileError, first_line
 from hispec.heads import make_heads
+from hispec.linear import quicken
 from hispec.model import HiSpecModel
 from hispec.train import packaged, ranks, sources, tiny
 from hispec.train.answers import Answers
@@ -73,6 +74,8 @@ def prepare(config: TrainConfig) -> Prepared:
     ids = _vocabularies(documents, head_configs, trunk)
     torch.manual_seed(config.train.seed)
     heads = make_heads(trunk, exits, head_configs, ids).float()
+    if trunk.dtype == torch.float32 and config.train.zero < 3:  # stage 3 has a product of its own
+        quicken(heads)
     model = HiSpecModel(trunk, tokenizer, make_heads(trunk, exits, head_configs, ids), base, config.revision)
     return Prepared(model, heads, batches, _held_out(plain, held_out, config))
 
