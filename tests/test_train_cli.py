@@ -1,6 +1,7 @@
 """What a user types: help, recipes, overrides, and ten ways to be wrong."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -110,6 +111,26 @@ def test_m21_exits_are_checked_before_weights_load(tmp_path: Path, capsys: pytes
         weights.unlink()
     words = ["recipe=tiny", f"model={folder}", "exits=[7]", f"run_dir={tmp_path / 'run'}"]
     assert "7 is out of range; legal exits of this model are 1..5" in fails(capsys, *words)
+
+
+@pytest.mark.slow
+def test_t15_t18_no_gpu_no_compiler_no_tracker(tmp_path: Path) -> None:
+    """With nothing on the PATH, no CUDA and no wandb, the whole way works; and decoding never loads DeepSpeed."""
+    (tmp_path / "wandb.py").write_text("raise ImportError('not installed')\n")
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    words = ["recipe=tiny", "train.max_steps=2", "eval.max_prompts=1", "eval.max_new_tokens=4", f"run_dir={tmp_path}"]
+
+    def result(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+
+    done = result("-m", "hispec.train.cli", *words)
+    assert done.returncode == 0 and "heads exported" in done.stderr, done.stderr
+    done = result("-m", "hispec.train.cli", *words, "wandb.mode=offline")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: wandb.mode: wandb is not installed")
+    code = "import sys; from hispec.decode.cli import main; main(); assert 'deepspeed' not in sys.modules"
+    done = result("-c", code, f"model={tmp_path / 'heads'}", "prompt=a", "max_new_tokens=2")
+    assert done.returncode == 0, done.stderr
 
 
 def test_t16_the_launchers_flag_is_taken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

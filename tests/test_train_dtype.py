@@ -9,7 +9,8 @@ from train_fixtures import config, model_folder
 from hispec.train import setup
 from hispec.train.features import compute
 from hispec.train.lessons import step_losses
-from hispec.train.loop import Training, learning_rate
+from hispec.train.loop import Training
+from hispec.train.schedule import learning_rate
 from hispec.train.student import Student
 
 

@@ -131,6 +131,17 @@ def test_t09_no_window_is_incomplete_and_no_rank_waits(tmp_path: Path) -> None:
         assert line["supervised"] == sum(sizes[order(place)] for place in places)
 
 
+def test_t18_of_several_ranks_one_reports(tmp_path: Path) -> None:
+    """Offline, two ranks: one folder of one run, by the first."""
+    settings = config(
+        tmp_path, model_folder(tmp_path, "llama_gqa"), wandb__mode="offline", head__kind="norm", train__max_steps=20,
+        eval__max_prompts=1,
+    )  # fmt: skip
+    in_ranks(2, run_to_end, settings)
+    assert len(list((Path(settings.run_dir) / "wandb").glob("offline-run-*"))) == 1
+    assert [line["step"] for line in read(Path(settings.run_dir) / "metrics.jsonl")] == [*range(1, 21), 20]
+
+
 def run_to_end(settings: TrainConfig) -> None:
     """A whole run, started or gone on with."""
     Training(settings).run(Stop())

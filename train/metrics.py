@@ -38,7 +38,9 @@ class Metrics:
             (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
             (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
             kept = [line for line in read(self.path) if line["step"] <= start_step]
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            new = self.path.with_suffix(".new")
+            new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            new.replace(self.path)
         except OSError as error:
             raise FileError(f"cannot write run folder {folder}: {error.strerror}; give another run_dir") from None
         if config.wandb.mode != "disabled":
