@@ -97,7 +97,8 @@ class Checkpoints:
         return target
 
     def _all(self) -> list[Path]:
-        return sorted(self.folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+        steps = {path: path.name.removeprefix("step_") for path in self.folder.glob("step_*")}
+        return sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
 
     def _check(self, state: dict[str, Any], where: Path) -> None:
         now, then = _flat(_settings(self.config)), _flat(state["settings"])

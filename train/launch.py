@@ -25,6 +25,7 @@ from hispec.train.ranks import free_port, world
 
 # Where ranks of several machines meet, as everywhere.
 PORT = 29500
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Quiet, because what it has to say about a rank that failed, the rank has said.
 LAUNCHER = ("--log_level=critical", "--module", "--no_local_rank", "hispec.train.cli")
 
@@ -160,9 +161,11 @@ def _wait(process: subprocess.Popen[bytes], over_ssh: bool) -> int:
             os.killpg(process.pid, signal.SIGKILL)
         told = True
         for receiver in receivers:
-            receiver.send_signal(number)
+            receiver.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
+    # A closed terminal is no reason to stop for who has started us with nohup.
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, tell) for number in heard}
     try:
         code = process.wait()
     finally:
