@@ -80,7 +80,8 @@ def test_t23_simulated_and_measured_agree_after_training(tmp_path: Path) -> None
     (folder / "chat_template.jinja").unlink()
     assert encode_prompt(tokenizer, [{"role": "user", "content": "hi there"}]) == prompt
     settings = config(
-        tmp_path, folder, data__source=str(data), data__max_len=100, train__max_steps=150, train__lr=5e-3,
+        tmp_path, folder, data__source=str(data), data__max_len=100, train__micro_batch_tokens=100,
+        train__max_steps=150, train__lr=5e-3,
         eval__prompts=str(held_out), eval__max_new_tokens=60,
     )  # fmt: skip
     found = train(settings)

@@ -1,9 +1,9 @@
 """The chunked loss against its dense twin, the dense one against its definition, and memory against its bound."""
 
-import resource
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +172,7 @@ def test_t20_no_more_than_a_chunk_of_logits_exists() -> None:
     assert max(seen) == 7 and sum(seen) == 2 * S
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_t20_peak_memory_does_not_depend_on_the_number_of_heads() -> None:
     """V = 50k, two documents of 512, half of the tokens supervised: four heads need hardly more than one."""
     peaks = []
@@ -179,21 +180,27 @@ def test_t20_peak_memory_does_not_depend_on_the_number_of_heads() -> None:
         words = [sys.executable, "-c", f"import test_train_losses as t; t.peak({n_heads})"]
         done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=__file__.rpartition("/")[0])
         peaks.append(int(done.stdout))
-    assert peaks[1] < 1.6 * peaks[0]
+    assert 0 < peaks[1] < 1.6 * peaks[0]
 
 
 def peak(n_heads: int) -> None:
-    """Print by how many bytes the process grows over a step of `n_heads`."""
+    """Print by how many kilobytes the process grows over a step of `n_heads`."""
     unembed = nn.Linear(64, 50_000, bias=False).requires_grad_(False)
     final_SD = torch.randn(512, 64)
     truth = Truth(
         final_SD, torch.full((512,), 12.0), torch.zeros(512, dtype=torch.long), torch.ones(512, dtype=torch.long)
     )
     lesson = Lesson(lambda reading: unembed(reading.features_SD), unembed, None, {"kl": 1.0}, chunk=64)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = most_memory()
     losses = [head_loss(Reading(torch.randn(512, 64, requires_grad=True)), truth, lesson).loss for _ in range(n_heads)]
     torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    print(most_memory() - before)
+
+
+def most_memory() -> int:
+    """Kilobytes this process ever had; getrusage would count those of the process that started it."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1])
 
 
 def test_t21_losses_of_bf16_logits_are_taken_in_float32() -> None:
