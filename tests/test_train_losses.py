@@ -1,5 +1,6 @@
 """The chunked loss against its dense twin, the dense one against its definition, and memory against its bound."""
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from hispec.errors import ConfigError
 from hispec.heads import Reading
 from hispec.train.config import LossConfig
-from hispec.train.losses import LOSSES, METRICS, Lesson, Pair, Truth, dense_loss, head_loss, on_vocabulary
+from hispec.train.losses import LOSSES, METRICS, Lesson, Pair, Teacher, Truth, dense_loss, on_vocabulary, step_loss
 
 S, D, V, R = 23, 16, 50, 3
 IDS = torch.tensor([0, 3, 4, 9, 17, 18, 30, 42, 49])
@@ -72,12 +73,12 @@ class Example:
 def test_chunked_is_dense(reduced: bool, chunk: int, weights: dict[str, float], kind: str, share: float) -> None:
     example = Example(reduced, kind)
     lesson = example.lesson(weights, share=share, temperature=1.7, chunk=chunk)
-    dense = dense_loss(example.reading, example.truth, lesson)
-    expected = torch.autograd.grad(dense.loss * 0.37, example.leaves)
-    chunked = head_loss(example.reading, example.truth, lesson)
+    dense, metrics_M = dense_loss(example.reading, example.truth, lesson)
+    expected = torch.autograd.grad(dense * 0.37, example.leaves)
+    chunked = step_loss([example.reading], example.truth, [lesson])
     got = torch.autograd.grad(chunked.loss * 0.37, example.leaves)
-    assert torch.allclose(chunked.loss, dense.loss, rtol=1e-5)
-    assert torch.allclose(chunked.sums_M, dense.sums_M, rtol=1e-5)
+    assert torch.allclose(chunked.loss, dense, rtol=1e-5)
+    assert torch.allclose(chunked.sums_HM[0], metrics_M, rtol=1e-5)
     for ours, dull in zip(got, expected, strict=True):
         assert torch.allclose(ours, dull, rtol=1e-4, atol=1e-6)
 
@@ -104,9 +105,9 @@ def test_every_loss_is_its_formula(name: str, reduced: bool) -> None:
         "tv": float(((true_SV - q_SV).abs().sum(-1) + lost_S).sum() / 2),
         "acceptance": float(-accepted_S.log().sum()),
     }  # fmt: skip
-    got = dense_loss(example.reading, example.truth, lesson)
-    assert float(got.loss.detach()) == pytest.approx(wanted[name], rel=1e-4)
-    metrics = dict(zip(METRICS, got.sums_M.tolist(), strict=True))
+    loss, metrics_M = dense_loss(example.reading, example.truth, lesson)
+    assert float(loss.detach()) == pytest.approx(wanted[name], rel=1e-4)
+    metrics = dict(zip(METRICS, metrics_M.tolist(), strict=True))
     assert metrics["loss"] == pytest.approx(wanted[name], rel=1e-4)
     assert metrics["kl"] == pytest.approx(wanted["kl"], rel=1e-4)
     assert metrics["ce"] == pytest.approx(wanted["ce"], rel=1e-4)
@@ -118,13 +119,35 @@ def test_every_loss_is_its_formula(name: str, reduced: bool) -> None:
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_the_teacher_may_be_the_next_level_or_a_mix(share: float) -> None:
     example = Example(False)
-    got = dense_loss(example.reading, example.truth, example.lesson(share=share))
+    loss, metrics_M = dense_loss(example.reading, example.truth, example.lesson(share=share))
     p_SV = (1 - share) * example.full(example.truth.final_SD).softmax(-1)
     p_SV = p_SV + share * example.full(example.next_SD).softmax(-1)
     q_SV = example.read(example.reading).detach().softmax(-1)
-    assert float(got.loss.detach()) == pytest.approx(float((p_SV * (p_SV / q_SV).log()).sum()), rel=1e-4)
-    plain = dense_loss(example.reading, example.truth, example.lesson())
-    assert torch.equal(got.sums_M[1:], plain.sums_M[1:])  # what is reported is against the full model, always
+    assert float(loss.detach()) == pytest.approx(float((p_SV * (p_SV / q_SV).log()).sum()), rel=1e-4)
+    _, plain_M = dense_loss(example.reading, example.truth, example.lesson())
+    assert torch.equal(metrics_M[1:], plain_M[1:])  # what is reported is against the full model, always
+
+
+def test_heads_of_one_vocabulary_share_the_teacher_and_change_nothing() -> None:
+    reduced, whole = Example(True), Example(False, "copied")
+    other = Reading(torch.randn(S, D, requires_grad=True))
+    readings = [reduced.reading, other, whole.reading]
+    asked: list[int] = []
+
+    def counting(final_CD: Tensor) -> Tensor:
+        asked.append(len(final_CD))
+        return reduced.full(final_CD)
+
+    lessons = [reduced.lesson(chunk=9), reduced.lesson({"tv": 1.0}, chunk=9), whole.lesson(chunk=9, vocabulary=2)]
+    lessons[:2] = [dataclasses.replace(lesson, full=counting) for lesson in lessons[:2]]
+    leaves = [*reduced.leaves, other.features_SD, *whole.leaves]
+    found = step_loss(readings, reduced.truth, lessons)
+    got = torch.autograd.grad(found.loss, leaves)
+    assert sum(asked) == S  # once, for two heads
+    alone = [dense_loss(*each) for each in zip(readings, [reduced.truth] * 3, lessons, strict=True)]
+    expected = torch.autograd.grad(torch.stack([loss for loss, _ in alone]).sum(), leaves)
+    assert torch.allclose(found.sums_HM, torch.stack([metrics_M for _, metrics_M in alone]), rtol=1e-5)
+    assert all(torch.allclose(ours, dull, rtol=1e-4, atol=1e-6) for ours, dull in zip(got, expected, strict=True))
 
 
 def test_levels_of_other_vocabularies_are_told_on_ones_own() -> None:
@@ -153,9 +176,9 @@ def test_the_full_model_itself_is_at_the_minimum() -> None:
     example = Example(False)
     reading = Reading(example.truth.final_SD.clone().requires_grad_())
     for name in ("kl", "reverse_kl", "jsd", "tv", "acceptance"):
-        found = head_loss(reading, example.truth, example.lesson({name: 1.0}))
+        found = step_loss([reading], example.truth, [example.lesson({name: 1.0})])
         assert found.loss.item() == pytest.approx(0.0, abs=1e-4)
-        assert dict(zip(METRICS, found.sums_M.tolist(), strict=True))["acceptance"] == pytest.approx(S, abs=1e-4)
+        assert dict(zip(METRICS, found.sums_HM[0].tolist(), strict=True))["acceptance"] == pytest.approx(S, abs=1e-4)
 
 
 def test_t20_no_more_than_a_chunk_of_logits_exists() -> None:
@@ -168,7 +191,7 @@ def test_t20_no_more_than_a_chunk_of_logits_exists() -> None:
         return part_CD @ example.weight_VD.T
 
     lesson = Lesson(lambda reading: counting(reading.features_SD), counting, None, {"kl": 1.0}, chunk=7)
-    head_loss(example.reading, example.truth, lesson).loss.backward()  # type: ignore[no-untyped-call]
+    step_loss([example.reading], example.truth, [lesson]).loss.backward()  # type: ignore[no-untyped-call]
     assert max(seen) == 7 and sum(seen) == 2 * S
 
 
@@ -192,8 +215,8 @@ def peak(n_heads: int) -> None:
     )
     lesson = Lesson(lambda reading: unembed(reading.features_SD), unembed, None, {"kl": 1.0}, chunk=64)
     before = most_memory()
-    losses = [head_loss(Reading(torch.randn(512, 64, requires_grad=True)), truth, lesson).loss for _ in range(n_heads)]
-    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    readings = [Reading(torch.randn(512, 64, requires_grad=True)) for _ in range(n_heads)]
+    step_loss(readings, truth, [lesson] * n_heads).loss.backward()  # type: ignore[no-untyped-call]
     print(most_memory() - before)
 
 
@@ -211,12 +234,12 @@ def test_t21_losses_of_bf16_logits_are_taken_in_float32() -> None:
     truth = Truth(final_SD, logits_SV.logsumexp(-1), logits_SV.argmax(-1), example.truth.targets_S)
     reading = Reading(example.reading.features_SD.detach().bfloat16().requires_grad_())
     lesson = Lesson(lambda r: r.features_SD @ weight_VD.T, lambda x: x @ weight_VD.T, None, {"kl": 1.0, "ce": 0.5})
-    found = head_loss(reading, truth, lesson)
+    found = step_loss([reading], truth, [lesson])
     assert found.loss.dtype == torch.float32
     q_SV = (reading.features_SD.detach() @ weight_VD.T).double().log_softmax(-1)
     p_SV = logits_SV.double().log_softmax(-1)
     kl = (p_SV.exp() * (p_SV - q_SV)).sum()
     ce = -q_SV[:-1].gather(1, truth.targets_S[:-1, None]).sum()
     assert float(found.loss.detach()) == pytest.approx(float(kl + 0.5 * ce), rel=1e-5)
-    pair = Pair(logits_SV, logits_SV - truth.logsumexp_S[:, None], truth.targets_S, None)
+    pair = Pair(logits_SV, Teacher(logits_SV - truth.logsumexp_S[:, None]), truth.targets_S, None)
     assert {x.dtype for x in (pair.log_p_CV, pair.true_log_q_CV, pair.accepted_C)} == {torch.float32}

@@ -14,27 +14,37 @@ from torch import Tensor
 
 from hispec.heads import Head, Reading
 from hispec.train.config import LossConfig
-from hispec.train.losses import Lesson, Truth, head_loss, on_vocabulary
+from hispec.train.losses import Lesson, StepLoss, Truth, on_vocabulary, step_loss
 
 
 def step_losses(
     heads: Sequence[Head], readings: Sequence[Reading], truth: Truth, config: LossConfig, progress: float
-) -> tuple[Tensor, Tensor]:
+) -> StepLoss:
     """Loss of all heads, summed over positions, and the metrics of each, [H, M].
 
     `progress`: share of the run that is behind, by which the weights of the losses move from their first to their last.
     """
     weights = config.weights_at(progress)
-    losses = []
-    for at, (head, reading) in enumerate(zip(heads, readings, strict=True)):
-        # Gradients are taken of float32, whatever the precision of the products.
-        reading = reading._replace(features_SD=reading.features_SD.float())
-        lesson = Lesson(
+    # Gradients are taken of float32, whatever the precision of the products.
+    readings = [reading._replace(features_SD=reading.features_SD.float()) for reading in readings]
+    lessons = [
+        Lesson(
             head.read, head.shared, head.vocab_ids, weights, _next_level(heads, readings, at), config.share_of_next,
-            config.temperature, config.chunk,
-        )  # fmt: skip
-        losses.append(head_loss(reading, truth, lesson))
-    return torch.stack([loss.loss for loss in losses]).sum(), torch.stack([loss.sums_M for loss in losses])
+            config.temperature, config.chunk, _same_vocabulary(heads, at),
+        )
+        for at, head in enumerate(heads)
+    ]  # fmt: skip
+    return step_loss(readings, truth, lessons)
+
+
+def _same_vocabulary(heads: Sequence[Head], at: int) -> int:
+    """Number of the first head whose logits stand for the same tokens."""
+    own = heads[at].vocab_ids
+    for number, head in enumerate(heads[:at]):
+        ids = head.vocab_ids
+        if own is ids or (own is not None and ids is not None and torch.equal(own, ids)):
+            return number
+    return at
 
 
 def _next_level(heads: Sequence[Head], readings: Sequence[Reading], at: int) -> Callable[[int, int], Tensor] | None:

@@ -7,7 +7,7 @@ features, [S, D]) are kept. So memory does not grow with the number of heads, no
 Letters: S supervised positions, C positions of a chunk, D hidden size, V vocabulary (or the head's part of it).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -41,23 +41,35 @@ class Truth:
         return Truth(*(x[start:stop] for x in (self.final_SD, self.logsumexp_S, self.argmax_S, self.targets_S)))
 
 
-class Pair:
-    """One head against one teacher at C positions, all of it in float32, computed when first asked for.
+class Teacher:
+    """Who is learned from at C positions, over the vocabulary of a head; heads that share one share this."""
 
-    With a reduced vocabulary the head can only be as good as its teacher restricted to it: `log_p_CV` is renormalised
-    on the head's vocabulary. `teacher_CV` is not: the sum of its probabilities may be below 1.
-    """
+    def __init__(self, log_CV: Tensor, temperature: float = 1.0) -> None:
+        """`log_CV`: true logarithms of probability. `temperature` softens `log_p_CV`."""
+        self.log_CV, self.temperature = log_CV, temperature
 
-    def __init__(
-        self, head_CV: Tensor, teacher_CV: Tensor, targets_C: Tensor, vocab_ids: Tensor | None, temperature: float = 1.0
-    ) -> None:
-        """`head_CV`: logits. `teacher_CV`: logarithms of probability. `temperature` softens `log_p` and `log_q`."""
-        self.head_CV, self.teacher_CV = head_CV, teacher_CV
-        self.targets_C, self.vocab_ids, self.temperature = targets_C, vocab_ids, temperature
+    @cached_property
+    def p_CV(self) -> Tensor:
+        """Probabilities; over a part of the vocabulary their sum is below 1."""
+        return self.log_CV.exp()
 
     @cached_property
     def log_p_CV(self) -> Tensor:
-        return (self.teacher_CV / self.temperature).log_softmax(-1)
+        """Softened, and renormalised over the head's vocabulary: what a head can be at best."""
+        return (self.log_CV if self.temperature == 1.0 else self.log_CV / self.temperature).log_softmax(-1)
+
+
+class Pair:
+    """One head against one teacher at C positions, all of it in float32, computed when first asked for."""
+
+    def __init__(self, head_CV: Tensor, teacher: Teacher, targets_C: Tensor, vocab_ids: Tensor | None) -> None:
+        """`head_CV`: logits."""
+        self.head_CV, self.teacher, self.targets_C, self.vocab_ids = head_CV, teacher, targets_C, vocab_ids
+        self.temperature = teacher.temperature
+
+    @property
+    def log_p_CV(self) -> Tensor:
+        return self.teacher.log_p_CV
 
     @cached_property
     def log_q_CV(self) -> Tensor:
@@ -70,7 +82,7 @@ class Pair:
     @cached_property
     def accepted_C(self) -> Tensor:
         """The chance that a sampled draft is accepted: sum of min(p, q) (Leviathan et al., arXiv 2211.17192)."""
-        return torch.minimum(self.teacher_CV.exp(), self.true_log_q_CV.exp()).sum(-1)
+        return torch.minimum(self.teacher.p_CV, self.true_log_q_CV.exp()).sum(-1)
 
 
 def ce(pair: Pair) -> Tensor:
@@ -130,6 +142,7 @@ class Lesson:
     full: the full model's features to its logits over the same tokens.
     next_level: positions to logarithms of the next level's probabilities of these tokens; None: there is none.
     share: of the next level in the teacher; the rest is the full model. weights: of the losses.
+    vocabulary: a number that heads with the same tokens have in common.
     """
 
     read: Callable[[Reading], Tensor]
@@ -140,66 +153,88 @@ class Lesson:
     share: float = 0.0
     temperature: float = 1.0
     chunk: int = 256
+    vocabulary: int = 0
 
 
-class HeadLoss(NamedTuple):
-    """Sums over positions: the loss, which has a gradient, and every metric of METRICS, which have none."""
+class StepLoss(NamedTuple):
+    """Sums over positions: the loss of all heads, which has a gradient, and each one's METRICS, which have none."""
 
     loss: Tensor
-    sums_M: Tensor
+    sums_HM: Tensor
 
 
-def head_loss(reading: Reading, truth: Truth, lesson: Lesson) -> HeadLoss:
-    """The loss of one head, summed over positions; divide by the positions of the whole step."""
-    loss, sums_M = _Chunked.apply(truth, lesson, *reading)  # type: ignore[no-untyped-call]
-    return HeadLoss(loss, sums_M)
+def step_loss(readings: Sequence[Reading], truth: Truth, lessons: Sequence[Lesson]) -> StepLoss:
+    """The loss of all heads, summed over positions; divide by the positions of the whole step."""
+    parts = [part for reading in readings for part in reading]
+    return StepLoss(*_Chunked.apply(truth, lessons, *parts))  # type: ignore[no-untyped-call]
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, truth: Truth, lesson: Lesson, *parts: Tensor | None) -> tuple[Tensor, Tensor]:
-        reading = Reading(*parts)  # type: ignore[arg-type]
-        # Of the matrix all chunks add to one gradient, so it is kept in float32 whatever its own precision.
-        grads = Reading(*(None if part is None else torch.zeros_like(part, dtype=_sum(part)) for part in parts))  # type: ignore[arg-type]
-        n = len(reading.features_SD)
-        sums_M = torch.zeros(len(METRICS), dtype=torch.float64, device=reading.features_SD.device)
-        for start in range(0, n, lesson.chunk):
-            stop = min(start + lesson.chunk, n)
-            with torch.enable_grad():
-                cut = (p if p is None else p.detach().requires_grad_() for p in reading.rows(start, stop))
-                leaves = Reading(*cut)  # type: ignore[arg-type]
-                loss, metrics_M = dense_loss(leaves, truth, lesson, start, stop)
-                found = torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])
-            into = [grad for grad in grads.rows(start, stop) if grad is not None]
-            for grad, own in zip(into, found, strict=True):
-                grad += own
-            sums_M += metrics_M
-        ctx.grads = [None if p is None else grad.to(p.dtype) for p, grad in zip(parts, grads, strict=True)]  # type: ignore[union-attr]
-        ctx.mark_non_differentiable(sums_M)
-        return sums_M[0].float(), sums_M
+    def forward(ctx: Any, truth: Truth, lessons: Sequence[Lesson], *parts: Tensor | None) -> tuple[Tensor, Tensor]:
+        grads = [None if part is None else torch.zeros_like(part, dtype=_sum(part)) for part in parts]
+        n = len(truth.final_SD)
+        sums_HM = torch.zeros(len(lessons), len(METRICS), dtype=torch.float64, device=truth.final_SD.device)
+        for start in range(0, n, lessons[0].chunk):
+            stop = min(start + lessons[0].chunk, n)
+            teachers: dict[int, Teacher] = {}
+            for at, lesson in enumerate(lessons):
+                reading, into = (_readings(some)[at].rows(start, stop) for some in (parts, grads))
+                with torch.enable_grad():
+                    cut = (None if part is None else part.detach().requires_grad_() for part in reading)
+                    leaves = Reading(*cut)  # type: ignore[arg-type]
+                    loss, metrics_M = dense_loss(leaves, truth, lesson, start, stop, teachers)
+                    found = torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])
+                for grad, own in zip((grad for grad in into if grad is not None), found, strict=True):
+                    grad += own
+                sums_HM[at] += metrics_M
+        ctx.grads = [
+            None if part is None or grad is None else grad.to(part.dtype)
+            for part, grad in zip(parts, grads, strict=True)
+        ]
+        ctx.mark_non_differentiable(sums_HM)
+        return sums_HM[:, 0].sum().float(), sums_HM
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *(None if grad is None else grad * outer[0] for grad in ctx.grads))
 
 
+def _readings(parts: Sequence[Tensor | None]) -> list[Reading]:
+    n = len(Reading._fields)
+    return [Reading(*parts[at : at + n]) for at in range(0, len(parts), n)]  # type: ignore[arg-type]
+
+
 def _sum(part: Tensor) -> torch.dtype:
+    # To a matrix all chunks add, so its gradient is kept in float32 whatever its own precision.
     return torch.promote_types(part.dtype, torch.float32)
 
 
-def dense_loss(reading: Reading, truth: Truth, lesson: Lesson, start: int = 0, stop: int | None = None) -> HeadLoss:
-    """As `head_loss`, with all logits of the positions [start, stop) at once: a chunk of it, and its dull twin."""
+def dense_loss(
+    reading: Reading,
+    truth: Truth,
+    lesson: Lesson,
+    start: int = 0,
+    stop: int | None = None,
+    teachers: dict[int, Teacher] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One head's loss and metrics [M], with all logits of the positions [start, stop) at once.
+
+    A chunk of `step_loss`, and its dull twin. `teachers`: the full model over vocabularies that are known already.
+    """
     stop = len(truth.final_SD) if stop is None else stop
     truth = truth.rows(start, stop)
-    vocab_ids, temperature = lesson.vocab_ids, lesson.temperature
-    with torch.no_grad():
-        full_CV = lesson.full(truth.final_SD).float() - truth.logsumexp_S[:, None]
+    vocab_ids, teachers = lesson.vocab_ids, {} if teachers is None else teachers
+    if lesson.vocabulary not in teachers:
+        with torch.no_grad():
+            log_CV = lesson.full(truth.final_SD).float() - truth.logsumexp_S[:, None]
+        teachers[lesson.vocabulary] = Teacher(log_CV, lesson.temperature)
     head_CV = lesson.read(reading).float()
-    pair = full = Pair(head_CV, full_CV, truth.targets_S, vocab_ids, temperature)
+    pair = full = Pair(head_CV, teachers[lesson.vocabulary], truth.targets_S, vocab_ids)
     if lesson.next_level is not None and lesson.share:
         with torch.no_grad():
-            teacher_CV = _mixed(full_CV, lesson.next_level(start, stop), lesson.share)
-        pair = Pair(head_CV, teacher_CV, truth.targets_S, vocab_ids, temperature)
+            log_CV = _mixed(full.teacher.log_CV, lesson.next_level(start, stop), lesson.share)
+        pair = Pair(head_CV, Teacher(log_CV, lesson.temperature), truth.targets_S, vocab_ids)
     parts = {name: LOSSES[name](pair) for name, weight in lesson.weights.items() if weight}
     loss = torch.stack([lesson.weights[name] * part for name, part in parts.items()]).sum()
     with torch.no_grad():
@@ -208,7 +243,7 @@ def dense_loss(reading: Reading, truth: Truth, lesson: Lesson, start: int = 0, s
         picks_C = head_CV.argmax(-1) if vocab_ids is None else vocab_ids[head_CV.argmax(-1)]
         top1 = (picks_C == truth.argmax_S).sum()
         metrics = [x.detach().double() for x in (loss, *measured, full.accepted_C.sum(), top1)]
-    return HeadLoss(loss, torch.stack(metrics))
+    return loss, torch.stack(metrics)
 
 
 def _mixed(full_CV: Tensor, next_CV: Tensor, share: float) -> Tensor:
