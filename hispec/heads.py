@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hispec.adapted import Handed, low_rank
 from hispec.attention import Attend
 from hispec.config import HeadConfig
 from hispec.errors import ConfigError
-from hispec.adapted import Handed, low_rank
 from hispec.linear import prepack, unpack
 from hispec.ranks import whole
 from hispec.trunk import KVShape, Placed, Trunk

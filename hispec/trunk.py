@@ -13,7 +13,7 @@ Letters: H heads, T packed tokens, D hidden or head size, V vocabulary.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
