@@ -53,12 +53,14 @@ def load_base(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     n_ranks: int = 1,
+    weights: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a pretrained causal LM and its tokenizer; of a multi-modal model, the language model inside.
 
     `name`: a folder, a Hub id `org/name`, or `package:NAME` for a model that an installed Python package ships.
     `dtype` None keeps the one the weights are stored in. `n_ranks`: processes that share the layers among them
-    (transformers' tensor parallelism); each then computes on a device of its own, whatever `device` says.
+    (transformers' tensor parallelism); each then computes on a device of its own, whatever `device` says. `weights`
+    False makes a model without storage, to be filled by others.
 
     Raises:
         FileError: nothing is there. UnsupportedModelError: transformers has no causal LM for it, or cannot shard it.
@@ -75,9 +77,13 @@ def load_base(
         join()
         options["distributed_config"] = DistributedConfig(tp_size=n_ranks)
     with quiet(), _explained(name):
-        model: Any = make.from_pretrained(source, **options)
+        if weights:
+            model: Any = make.from_pretrained(source, **options)
+        else:
+            with torch.device("meta"):
+                model = make.from_config(config, dtype=dtype)
         tokenizer: Any = AutoTokenizer.from_pretrained(source, revision=revision)
-    if n_ranks == 1:
+    if n_ranks == 1 and weights:
         model = model.to(device)
     return language_model(model), tokenizer
 

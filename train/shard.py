@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hispec.base import load_base, locate
+from hispec.base import load_base
+from hispec.ranks import join as decode_as_one
 from hispec.train import ranks
 from hispec.train.engine import load_deepspeed, quiet
 from hispec.trunk import KVShape, Trunk
@@ -43,6 +44,7 @@ class ShardedTrunk(Trunk):
             As `Trunk`.
         """
         ranks.join()
+        decode_as_one()
         self._deepspeed = load_deepspeed()
         n_layers = int(network.config.get_text_config().num_hidden_layers)
         layers = next(m for m in network.modules() if isinstance(m, nn.ModuleList) and len(m) == n_layers)
@@ -87,13 +89,7 @@ def load_sharded(name: str, revision: str | None, dtype: torch.dtype) -> tuple[S
     Raises:
         As `load_base`, and `Trunk`.
     """
-    if ranks.rank() == 0:
-        network, tokenizer = load_base(name, revision, dtype)
-    else:
-        config = AutoConfig.from_pretrained(locate(name), revision=revision)
-        with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-        tokenizer = AutoTokenizer.from_pretrained(locate(name), revision=revision)
+    network, tokenizer = load_base(name, revision, dtype, weights=ranks.rank() == 0)
     return ShardedTrunk(network), tokenizer
 
 
