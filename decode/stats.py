@@ -17,12 +17,29 @@ class LevelStats:
     """Tokens of the level below that it let stand."""
     rejected: int = 0
     """Tokens of the level below that it replaced."""
+    seconds: float = 0.0
+    """Time of its steps, those that served prompts only left out. A GPU is waited for where logits are read."""
+    judged_at: list[int] = field(default_factory=list)
+    """By place in what lay before it: tokens that it judged; a token behind a replaced one is not."""
+    accepted_at: list[int] = field(default_factory=list)
+    """By place in what lay before it: tokens that it let stand."""
 
     @property
     def acceptance(self) -> float | None:
         """Share of judged tokens that stood; None if it judged none."""
         judged = self.accepted + self.rejected
         return self.accepted / judged if judged else None
+
+    def count(self, accepted: int, rejected: bool) -> None:
+        """Add a verdict: so many tokens stood, and whether the one behind them was replaced."""
+        self.accepted += accepted
+        self.rejected += rejected
+        grown = accepted + rejected - len(self.judged_at)
+        self.judged_at += [0] * grown
+        self.accepted_at += [0] * grown
+        for place in range(accepted + rejected):
+            self.judged_at[place] += 1
+            self.accepted_at[place] += place < accepted
 
 
 @dataclass
@@ -46,8 +63,17 @@ class Stats:
     """Times a sequence gave up its blocks to an older one, to run again later."""
     seconds: float = 0.0
     """Time spent in the engine's steps."""
+    prompt_seconds: float = 0.0
+    """Time of steps that served prompts only."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
     """How the requests ended."""
+
+    def add_time(self, level: int, seconds: float, for_prompts: bool) -> None:
+        """A level has run for so long, for prompts only or not."""
+        if for_prompts:
+            self.prompt_seconds += seconds
+        else:
+            self.levels[level].seconds += seconds
 
     @property
     def full_passes(self) -> int:
