@@ -317,6 +317,7 @@ def _completion(sequence: Live) -> Completion:
         finish_reason=sequence.finish_reason,
         logprobs=None if sequence.params.logprobs is None else sequence.sampler.logprobs[: len(ids)],
         error=sequence.error,
+        chosen_by=sequence.chosen_by[: len(ids)],
     )
 
 

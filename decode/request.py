@@ -1,7 +1,7 @@
 """What is asked of the decoder and what it answers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -112,7 +112,8 @@ class Completion:
     `ids` are the generated tokens, the stop token included; `text` is their decoding without special tokens, cut before
     the stop string if one ended it. `finish_reason`: stop (a stop id or string), length (max_new_tokens), abort
     (cancelled), error (`error` says why; what was generated before is there). `logprobs`: per token, token ids to
-    log-probabilities, its own first.
+    log-probabilities, its own first. `chosen_by`: per token, the level whose choice it is, 0 the draft's; every level
+    above let it stand, so only the last level's own tokens were chosen by the full model alone.
     """
 
     index: int
@@ -123,3 +124,4 @@ class Completion:
     choice: int = 0
     logprobs: list[dict[int, float]] | None = None
     error: str | None = None
+    chosen_by: list[int] = field(default_factory=list)

@@ -28,6 +28,7 @@ class Sequence:
         n_remembered, serial: leading blocks that the pool remembers, and the serial number of the last of them.
         goal: counts to reach by catching up, before the policy decides what runs: the prompt's length in every level,
             or what had been reached when the sequence was preempted. None once reached.
+        chosen_by: per token after the prompt, the level whose choice it is; all above it that have judged let it stand.
         fresh: committed tokens that nobody has fetched yet.
         error: why it failed, if it did.
     """
@@ -46,6 +47,7 @@ class Sequence:
         self.index, self.choice, self.params, self.text = index, choice, params, text
         self.ids = list(prompt)
         self.n_prompt = self.n_committed = len(prompt)
+        self.chosen_by: list[int] = []
         self.counts = [0] * n_levels
         self.goal: list[int] | None = [self.n_prompt] * n_levels
         # hidden[k], [n, D]: states after level k's layers of the tokens [counts[k + 1], counts[k]).
@@ -108,6 +110,7 @@ class Sequence:
         if verdict.token is not None:
             self._cut(first + 1 + verdict.accepted)
             self.ids.append(verdict.token)
+            self.chosen_by.append(level)
         if level == len(self.counts) - 1:
             self.sampler.note(logits_RV, self.ids[first + 1 : first + 1 + len(logits_RV)])
         return verdict
@@ -121,6 +124,7 @@ class Sequence:
             if token < 0:
                 return number
             self.ids.append(token)
+            self.chosen_by.append(0)
             if self.ended:
                 return number
         return len(tokens) + 1
@@ -150,6 +154,7 @@ class Sequence:
         if keep == len(self.ids):
             return
         del self.ids[keep:]
+        del self.chosen_by[keep - self.n_prompt :]
         self.counts = [min(count, keep) for count in self.counts]
         for level, hidden_nD in enumerate(self.hidden):
             if hidden_nD is not None:

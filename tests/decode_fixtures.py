@@ -81,10 +81,11 @@ def make_engine(
 
 
 def drain(engine: Engine, n: int) -> Run:
-    """Run it to its end, `n` requests; every block comes back."""
+    """Run it to its end, `n` requests; every block comes back, and every token says whose choice it was."""
     rounds: list[list[list[int]]] = [[] for _ in range(n)]
     for sequence, tokens in engine.run():
         rounds[sequence.index].append(tokens)
+        assert len(sequence.chosen_by) == len(sequence.ids) - sequence.n_prompt
     assert engine.pool.n_free == engine.pool.n_blocks
     return Run([[token for tokens in own for token in tokens] for own in rounds], rounds, engine.stats)
 
