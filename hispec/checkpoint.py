@@ -1,15 +1,9 @@
-"""The heads folder, which is also the Hub repository: what is in it, how it is written, and when it is refused.
+"""The heads folder, which is also the Hub repository: what is in it, how it is written, and when it is refused."""
 
-config.json             what the heads are, of which trunk, how they were trained
-model.safetensors       the heads' tensors, nothing of the trunk
-README.md               the model card
-generation_config.json  stop tokens and defaults, as in training
-chat_template.jinja     the template the heads were trained with
-"""
-
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +22,16 @@ from hispec.trunk import Trunk
 from hispec.unembedding import lm_head_of
 
 FORMAT_VERSION = 1
-CONFIG, WEIGHTS, CARD, TEMPLATE = "config.json", "model.safetensors", "README.md", "chat_template.jinja"
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
+# All there is in such a folder. Nothing else goes to the Hub.
+FILES = {
+    CONFIG: "what the heads are, of which model, how they were trained and what was measured",
+    WEIGHTS: "the heads' tensors, nothing of the model",
+    CARD: "this card",
+    GENERATION: "stop tokens and defaults, as in training",
+    TEMPLATE: "the chat template the heads were trained with",
+}
 
 
 class Fingerprint(Config):
@@ -177,10 +180,25 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the file is missing or damaged.
     """
+    with _opened(folder) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def check_whole(folder: Path) -> None:
+    """Look at a heads folder without reading its tensors. Raises CheckpointError as the two functions above."""
+    if not (folder / CONFIG).is_file() and (folder / "heads" / CONFIG).is_file():
+        raise CheckpointError(f"{folder} is a run, not a heads folder; give {folder / 'heads'}")
+    read_config(folder)
+    with _opened(folder):
+        pass
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[Any]:
     path = folder / WEIGHTS
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            yield file
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a heads folder: it has no {WEIGHTS}") from None
     except (SafetensorError, OSError) as error:

@@ -1,6 +1,7 @@
 """Typed settings: frozen, validated, and explained by the line under each field."""
 
 import difflib
+import re
 import textwrap
 import types
 import typing
@@ -141,6 +142,13 @@ def _parse_value(key: str, text: str, members: tuple[Any, ...]) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         raise ConfigError(f"{key}: {text!r} cannot be read as a value; lists are written [2,4]") from None
+
+
+def check_repo_id(name: str) -> str:
+    """A repository of the Hub, org/name. Raises ConfigError."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise ConfigError(f"{name!r} is not a repository of the Hub; those are written org/name")
+    return name
 
 
 def check_exits(exits: Sequence[int], n_layers: int) -> tuple[int, ...]:

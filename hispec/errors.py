@@ -45,7 +45,7 @@ class DivergedError(HiSpecError, ArithmeticError):
     """Training or decoding produced numbers that are not finite."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What a library's error says first: a message of ours quotes no more than that."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -20,6 +20,7 @@ from hispec.checkpoint import BaseInfo, CheckpointConfig, HeadEntry
 from hispec.config import HeadConfig, check_exits
 from hispec.errors import CheckpointError, FileError, first_line
 from hispec.heads import Head, make_heads
+from hispec.push import PushOptions, push
 from hispec.trunk import Trunk
 from hispec.version import __version__
 
@@ -123,18 +124,14 @@ class HiSpecModel:
         if template.is_file():
             tokenizer.chat_template = template.read_text()
         generation = None
-        if (folder / "generation_config.json").is_file():
+        if (folder / checkpoint.GENERATION).is_file():
             generation = GenerationConfig.from_pretrained(folder)
         loaded = cls(trunk, tokenizer, module_list, config.base.id, config.base.revision, generation)
         loaded.training, loaded.metrics = config.training, config.metrics
         return loaded
 
-    def save_pretrained(
-        self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None, *, repo_id: str | None = None
-    ) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the heads folder (not the trunk); `dtype` None keeps the heads' own.
-
-        `repo_id`: the Hub repository that the model card tells readers to load.
 
         Raises:
             FileError: the place cannot be written.
@@ -156,25 +153,22 @@ class HiSpecModel:
             metrics=self.metrics,
         )
         tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in self.heads.state_dict().items()}
-        checkpoint.save(
-            Path(folder), config, tensors, write_card(config, repo_id or Path(folder).name), self.generation, template
-        )
+        files = [name for name in checkpoint.FILES if name != checkpoint.TEMPLATE or template is not None]
+        card = write_card(config, Path(folder).name, files)
+        checkpoint.save(Path(folder), config, tensors, card, self.generation, template)
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, revision: str | None = None, token: str | None = None
     ) -> str:
-        """Upload the heads folder to the Hub; returns the address of the commit."""
-        api = HfApi(token=token)
+        """Upload the heads to the Hub as `hispec-push` does; returns the address of the commit.
+
+        Raises:
+            FileError: the Hub could not be reached, or did not take them.
+        """
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent) / "heads"
-            self.save_pretrained(folder, repo_id=repo_id)
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            if revision is not None:
-                api.create_branch(repo_id, branch=revision, exist_ok=True)
-            commit = api.upload_folder(
-                repo_id=repo_id, folder_path=folder, revision=revision, commit_message="Upload hispec heads"
-            )
-        return str(commit.commit_url)
+            self.save_pretrained(folder)
+            return push(folder, repo_id, PushOptions(private=private, revision=revision), token)
 
 
 def _fetch(name: str, revision: str | None) -> Path:
@@ -188,6 +182,8 @@ def _fetch(name: str, revision: str | None) -> Path:
         raise FileError(
             f"heads {name!r}: neither a folder here nor a repository on the Hub (or it is private)"
         ) from None
+    except RevisionNotFoundError:
+        raise FileError(f"heads {name!r}: the repository has no revision {revision!r}") from None
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         why = first_line(error)
         raise FileError(f"heads {name!r}: no such folder, and the Hub did not deliver it: {why}") from None

@@ -71,7 +71,7 @@ def test_c01_saved_heads_come_back(base: Path, tmp_path: Path, kind: HeadKind, v
     stored = load_file(tmp_path / "heads" / "model.safetensors")
     assert stored.keys() == model.heads.state_dict().keys(), "heads only, every tensor once"
     card = (tmp_path / "heads" / "README.md").read_text()
-    assert "library_name: hispec" in card and "| 2 | 0.500 |" in card
+    assert "library_name: hispec" in card and "| 2 | 50.0% | not measured |" in card
 
 
 def test_c01_heads_as_they_start_and_tied_bases_are_saved(tmp_path: Path) -> None:
