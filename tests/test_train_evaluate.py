@@ -9,6 +9,7 @@ import torch
 from tiny_models import VOCAB, build, reference
 from train_fixtures import CHAT, config, model_folder, t1
 
+from hispec.attention import PackedAttention
 from hispec.config import HeadConfig
 from hispec.decode.policy import FixedPolicy
 from hispec.errors import DataError
@@ -16,10 +17,11 @@ from hispec.heads import make_heads
 from hispec.model import HiSpecModel
 from hispec.train.answers import Answers
 from hispec.train.config import DataConfig, EvalConfig
-from hispec.train.data import Document
-from hispec.train.evaluate import Evaluation
+from hispec.train.data import Document, MicroBatch
+from hispec.train.evaluate import Evaluation, agreement
+from hispec.train.features import compute
 from hispec.train.loop import train
-from hispec.train.masks import encode_prompt
+from hispec.train.masks import encode_prompt, supervised
 from hispec.train.simulate import simulate
 from hispec.trunk import Trunk
 
@@ -179,3 +181,35 @@ def test_acceptance_is_the_share_that_sampling_would_accept() -> None:
     assert row["top1"] == 1.0 and row["acceptance"] == pytest.approx(1.0, abs=1e-5)
     n = len(evaluation.answers[0].ids) - 1  # the first token is the prompt's own
     assert found["measured_tokens_per_full_pass"] == pytest.approx(n / -(-n // 5))
+
+
+@torch.no_grad()
+def test_tokens_know_whose_choice_they_were() -> None:
+    """What a level is said to have chosen is what its head says, asked on the finished text."""
+    model = untrained("llama_gqa", (3, 5))
+    evaluation = Evaluation(model, [[5, 17, 101, 33], [9, 150]], EvalConfig(max_new_tokens=40))
+    judges = evaluation(model)["judges"]
+    chosen: list[int] = []
+    for completion in evaluation.decoded:
+        marks = supervised([False] * len(completion.prompt_ids) + [True] * len(completion.ids))
+        batch = MicroBatch((Document(completion.prompt_ids + completion.ids, marks),))
+        features = compute(model.trunk, model.exits, batch)
+        picks = []
+        for head in model.heads_list:
+            state_TD = head.features(
+                features.hidden[head.exit], batch.ids_T, batch.positions_T, PackedAttention(batch.lengths)
+            )
+            picks.append(agreement(head, state_TD[batch.rows_S], features.truth)[2])
+        said = [*picks, completion.ids]
+        assert len(completion.chosen_by) == len(completion.ids)
+        assert all(said[level][at] == completion.ids[at] for at, level in enumerate(completion.chosen_by))
+        chosen += completion.chosen_by
+    assert set(chosen) == {0, 1, 2}
+    # What the full model let stand was chosen below it.
+    assert sum(level < 2 for level in chosen) == sum(judges[1]["accepted_at"])
+    for judge in judges:
+        judged, accepted = judge["judged_at"], judge["accepted_at"]
+        assert judge["accepted"] == sum(accepted) / sum(judged)
+        # Whoever is judged at a place was preceded by one that stood.
+        assert all(n <= before for n, before in zip(judged[1:], accepted, strict=False))
+    assert len(judges[0]["judged_at"]) == 2  # two drafts to a round

@@ -251,7 +251,7 @@ def test_exported_heads_are_the_trained_ones(tmp_path: Path) -> None:
     assert exported.tokenizer.chat_template == GENERATION != PLAIN
     assert exported.metrics == measured and exported.training["steps"] == 5
     card = (Path(settings.run_dir) / "heads" / "README.md").read_text()
-    assert "top1" in card and "tokens_per_full_pass" in card
+    assert "same top-1 token" in card and "tokens per full pass, decoded" in card
     with pytest.raises(BaseMismatchError):
         HiSpecModel.from_pretrained(Path(settings.run_dir) / "heads", base=str(model_folder(tmp_path, "llama_gqa")))
 
@@ -402,3 +402,11 @@ def test_the_running_mean_is_exported_and_not_trained_on(tmp_path: Path, zero: i
         assert torch.allclose(value, mean[name].float(), atol=1e-6), name
     raw = plain.engine.state()
     assert any(not torch.allclose(value, raw[name], atol=1e-4) for name, value in run.engine.state().items())
+
+
+def test_c10_stop_tokens_go_from_the_base_through_training(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "llama_gqa")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    settings = config(tmp_path, folder, train__max_steps=1, head={"kind": "norm"})
+    train(settings)
+    assert HiSpecModel.from_pretrained(settings.heads_folder).generation.eos_token_id == [2, 9]

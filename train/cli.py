@@ -50,7 +50,7 @@ def run(argv: list[str]) -> None:
         for name, path in sorted(_recipes(own).items()):
             print(f"{name:20s} {_first_line(path)}")
         return
-    if missing := [name for name in ("hydra", "deepspeed") if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in ("hydra", "deepspeed", "matplotlib") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"training needs {' and '.join(missing)}; run: pip install 'hispec[train]'")
     config = load(words, own)
     if only_show:

@@ -1,10 +1,11 @@
 """The settings of a training run: what a recipe may hold, and why each is there."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hispec.config import Config, HeadConfig, check_exits, default_exits
+from hispec.config import Config, HeadConfig, check_exits, check_repo_id, default_exits
 from hispec.errors import ConfigError
 
 Answers = Literal["given", "trunk"]
@@ -208,6 +209,30 @@ class WandbConfig(Config):
     """Project name."""
 
 
+class ExportConfig(Config):
+    """Where finished heads go."""
+
+    folder: str | None = None
+    """On this machine; null takes run_dir/heads."""
+    push: str | None = None
+    """Also to this repository of the Hub, org/name; hispec-push does the same afterwards."""
+    private: bool | None = None
+    """Who can see a repository that is created: null is as the account has it."""
+    revision: str | None = None
+    """Branch to push to, created if it is not there; null is main."""
+
+    @field_validator("push")
+    @classmethod
+    def _named(cls, value: str | None) -> str | None:
+        return None if value is None else check_repo_id(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.push is None and (self.private is not None or self.revision is not None):
+            raise ValueError("private and revision belong to a push; give export.push=org/name")
+        return self
+
+
 class TrunkConfig(Config):
     """How the frozen trunk lies on the ranks."""
 
@@ -276,16 +301,28 @@ class TrainConfig(Config):
     """How they are measured."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Where curves go besides metrics.jsonl."""
+    tensorboard: bool = False
+    """Write curves for TensorBoard into the run folder, too."""
     run_dir: str
-    """Folder of this run: settings, metrics, answers, features, checkpoints."""
-    export: str | None = None
-    """Where the finished heads go; null takes run_dir/heads."""
+    """Folder of this run: settings, metrics, answers, features, checkpoints, report."""
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    """Where the finished heads go; a folder alone will do."""
     resume: Literal["auto", "never"] = "auto"
     """auto goes on from the newest checkpoint in run_dir; never starts over and removes them."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     """The ranks, where no launcher has started them."""
     plan: bool = False
     """Print what would run, and stop."""
+
+    @field_validator("export", mode="before")
+    @classmethod
+    def _folder(cls, value: object) -> object:
+        return {"folder": value} if isinstance(value, str) else value
+
+    @property
+    def heads_folder(self) -> Path:
+        """Where the finished heads go."""
+        return Path(self.export.folder or Path(self.run_dir) / "heads")
 
     def exits_for(self, n_layers: int) -> tuple[int, ...]:
         """The exits on a trunk of `n_layers`.

@@ -18,6 +18,7 @@ from hispec.attention import PackedAttention
 from hispec.decode.decoder import Decoder
 from hispec.decode.policy import parse_policy
 from hispec.decode.request import Completion, SamplingParams
+from hispec.decode.stats import LevelStats, Stats
 from hispec.heads import Head
 from hispec.model import HiSpecModel
 from hispec.train.config import EvalConfig
@@ -39,13 +40,18 @@ class _Exit:
 
 
 class Evaluation:
-    """Holds the trunk's answers, which do not change while heads learn."""
+    """Holds the trunk's answers, which do not change while heads learn.
+
+    Attributes:
+        decoded: what the last call decoded with the heads, one completion per prompt.
+    """
 
     def __init__(self, model: HiSpecModel, prompts: Sequence[list[int]], config: EvalConfig) -> None:
         """`model`: the trunk; its heads are not used. `prompts`: token ids. Decodes plainly, once."""
         self.config, self.prompts = config, list(prompts)
         self.params = SamplingParams(max_new_tokens=config.max_new_tokens)
         self.answers, _ = self._decode(model, ())
+        self.decoded: list[Completion] = []
 
     def __call__(self, model: HiSpecModel) -> dict[str, Any]:
         """Measure `model`'s heads: the `metrics` that a heads folder records."""
@@ -54,7 +60,7 @@ class Evaluation:
         for answer in self.answers:
             n_tokens += len(answer.ids)
             self._force(model, answer, exits)
-        decoded, measured = self._decode(model, None)
+        self.decoded, stats = self._decode(model, None)
         rows = [
             {
                 "exit": exit_.exit,
@@ -64,20 +70,22 @@ class Evaluation:
             }
             for exit_ in exits
         ]
-        same = sum(a.ids == b.ids for a, b in zip(decoded, self.answers, strict=True))
+        same = sum(a.ids == b.ids for a, b in zip(self.decoded, self.answers, strict=True))
         return {
             "exits": rows,
             "simulated_tokens_per_full_pass": self._simulate(exits),
-            "measured_tokens_per_full_pass": measured,
-            "identical_outputs": same / len(decoded),
+            "measured_tokens_per_full_pass": stats.tokens_per_full_pass or 1.0,
+            "judges": [_judge(level, model.trunk.n_layers) for level in stats.levels[1:]],
+            "identical_outputs": same / len(self.decoded),
+            "prompts": len(self.prompts),
+            "tokens": n_tokens,
             "policy": self.config.policy,
         }
 
-    def _decode(self, model: HiSpecModel, exits: tuple[int, ...] | None) -> tuple[list[Completion], float]:
+    def _decode(self, model: HiSpecModel, exits: tuple[int, ...] | None) -> tuple[list[Completion], Stats]:
         decoder = Decoder(model, exits=exits, policy=self.config.policy)
         try:
-            done = decoder.generate(self.prompts, self.params)
-            return done, decoder.stats.tokens_per_full_pass or 1.0
+            return decoder.generate(self.prompts, self.params), decoder.stats
         finally:
             decoder.close()
 
@@ -102,6 +110,16 @@ class Evaluation:
         runs = [simulate([*(exit_.picks[at] for exit_ in exits), text], policy) for at, text in enumerate(texts)]
         passes = sum(run.full_passes for run in runs)
         return sum(run.tokens for run in runs) / passes if passes else 1.0
+
+
+def _judge(level: LevelStats, n_layers: int) -> dict[str, Any]:
+    """What a level let stand while decoding: of all that it judged, and by place in what lay before it."""
+    return {
+        "judge": "full model" if level.exit == n_layers else f"exit {level.exit}",
+        "accepted": level.acceptance or 0.0,
+        "accepted_at": list(level.accepted_at),
+        "judged_at": list(level.judged_at),
+    }
 
 
 def agreement(head: Head, features_SD: Tensor, truth: Truth, chunk: int = 256) -> tuple[int, float, list[int]]:

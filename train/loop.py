@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from hispec.errors import DivergedError
+from hispec.errors import DivergedError, FileError
+from hispec.push import PushOptions, again, push
 from hispec.train import checkpoints, ranks, setup
 from hispec.train.batch import solve
 from hispec.train.config import OptimConfig, TrainConfig
@@ -25,6 +26,7 @@ from hispec.train.features import FeatureCache
 from hispec.train.lessons import step_losses
 from hispec.train.losses import METRICS
 from hispec.train.metrics import Metrics
+from hispec.train.report import write_report
 from hispec.train.schedule import learning_rate
 from hispec.train.stop import Stop
 
@@ -180,9 +182,21 @@ class Training:
             ),
         }
         self.model.metrics = measured
-        target = self.config.export or str(self.folder / "heads")
-        self.model.save_pretrained(target)
-        log.info("heads exported to %s", target)
+        self.model.save_pretrained(self.config.heads_folder)
+        log.info("heads exported to %s", self.config.heads_folder)
+        assert self._evaluation is not None
+        log.info("report written to %s", write_report(self.folder, self.model, self._evaluation.decoded))
+        if self.config.export.push is not None:
+            self._push(self.config.export.push)
+
+    def _push(self, repo_id: str) -> None:
+        options = PushOptions(private=self.config.export.private, revision=self.config.export.revision)
+        try:
+            log.info("heads pushed: %s", push(self.config.heads_folder, repo_id, options))
+        except FileError as error:  # the run itself has succeeded
+            log.warning(
+                "%s; the heads are saved, to try again: %s", error, again(self.config.heads_folder, repo_id, options)
+            )
 
     def _save(self) -> Path:
         state = {"place": self.place, "seconds": self.seconds, "losses": self.losses}

@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl always, Weights & Biases on request. The only file that knows wandb."""
+"""Where numbers go: metrics.jsonl always, trackers on request."""
 
 import importlib.metadata
 import json
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import yaml
 
-from hispec.errors import ConfigError, FileError
+from hispec.errors import FileError
+from hispec.train import trackers
 from hispec.train.config import TrainConfig
 from hispec.version import __version__
 
@@ -26,11 +27,11 @@ class Metrics:
         """Opens `folder`/metrics.jsonl for steps after `start_step`; lines of steps that are run again are dropped.
 
         Raises:
-            FileError: the folder cannot be written. ConfigError: wandb is asked for and not installed.
+            FileError: the folder cannot be written. ConfigError: a tracker is asked for and cannot start.
         """
         self.path = folder / "metrics.jsonl"
         self._writes = writes
-        self._wandb: Any = None
+        self._trackers: list[trackers.Tracker] = []
         if not writes:
             return
         try:
@@ -43,8 +44,7 @@ class Metrics:
             new.replace(self.path)
         except OSError as error:
             raise FileError(f"cannot write run folder {folder}: {error.strerror}; give another run_dir") from None
-        if config.wandb.mode != "disabled":
-            self._wandb = _start_wandb(folder, config)
+        self._trackers = trackers.start(folder, config, start_step)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Write one line; values may be nested.
@@ -59,13 +59,13 @@ class Metrics:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         except OSError as error:
             raise FileError(f"cannot write {self.path}: {error.strerror}; free space and go on") from None
-        if self._wandb is not None:
-            self._wandb.log(values, step=step)
+        for tracker in self._trackers:
+            tracker.log(step, trackers.curves(values))
 
     def close(self) -> None:
-        """Finish the wandb run, if there is one."""
-        if self._wandb is not None:
-            self._wandb.finish()
+        """Let the trackers finish."""
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -89,22 +89,3 @@ def environment() -> dict[str, Any]:
         else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
     }
-
-
-def _start_wandb(folder: Path, config: TrainConfig) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError(
-            "wandb.mode: wandb is not installed; run: pip install wandb, or give wandb.mode=disabled"
-        ) from None
-    return wandb.init(
-        project=config.wandb.project,
-        name=folder.name,
-        dir=folder,
-        mode=config.wandb.mode,
-        config=config.model_dump(mode="json"),
-        id=folder.name.replace("/", "-"),
-        resume="allow",
-        settings=wandb.Settings(silent=True),
-    )

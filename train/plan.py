@@ -70,8 +70,8 @@ def describe(config: TrainConfig) -> list[str]:
         *_memory(config, shape, heads, triple, size),
         _time(config, shape, heads, triple, steps, epoch.tokens),
         f"disk       about {cache / GB:.2f} GB of cached features",
-        f"run folder {config.run_dir} (config.yaml, metrics.jsonl, tokens/, answers/, features/, checkpoints/)",
-        f"export     {config.export or config.run_dir + '/heads'}",
+        f"run folder {config.run_dir} (settings, metrics, report.html, tokens/, answers/, features/, checkpoints/)",
+        f"export     {config.heads_folder}" + (f", then the Hub: {config.export.push}" if config.export.push else ""),
         *epoch.shown,
     ]
 

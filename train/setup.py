@@ -17,6 +17,7 @@ from hispec.errors import ConfigError, DataError, FileError, first_line
 from hispec.heads import make_heads
 from hispec.linear import quicken
 from hispec.model import HiSpecModel
+from hispec.push import check_login
 from hispec.train import packaged, ranks, sources, tiny
 from hispec.train.answers import Answers
 from hispec.train.batch import solve
@@ -57,6 +58,8 @@ def prepare(config: TrainConfig) -> Prepared:
     Raises:
         ConfigError, FileError, DataError, UnsupportedModelError: the user's own mistakes, before the first step.
     """
+    if config.export.push is not None and ranks.rank() == 0:
+        check_login(config.export.push)
     base = base_of(config)
     n_layers = int(base_config(base, config.revision).get_text_config().num_hidden_layers)
     exits = config.exits_for(n_layers)
