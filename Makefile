@@ -20,7 +20,7 @@ quickstart: .venv/.made
 	$(BIN)/hispec-bench model=$(RUN)/heads output=$(RUN)/result.json repeats=1
 
 test: .venv/.made
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/.made
 	$(BIN)/ruff check .

@@ -17,7 +17,8 @@ from hispec.train.config import LaunchConfig
 
 BIN = Path(sys.executable).parent
 SCRIPT = "import sys; from hispec.train.cli import main; sys.exit(main())"
-RUN = ["recipe=tiny", "train.max_steps=12", "train.save_every=100", "eval.max_prompts=1", "eval.max_new_tokens=8"]
+# Enough steps that a run which is interrupted at its first ones is not over before it hears of it.
+RUN = ["recipe=tiny", "train.max_steps=30", "train.save_every=100", "eval.max_prompts=1", "eval.max_new_tokens=8"]
 STARTERS = [name for starter in ranks.STARTERS for name in starter]
 
 
