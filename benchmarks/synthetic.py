@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hispec.decode.level import Level, Read
+from hispec.decode.level import Judged, Level, Read
 from hispec.decode.stats import LevelStats
 
 
@@ -19,8 +19,9 @@ class SyntheticLevel(Level):
     acceptance = 1.0
     dice = random.Random(0)
 
-    def _judge(self, reads: list[Read], logits_RV: Tensor, stats: LevelStats) -> None:
+    def _judge(self, reads: list[Read], logits_RV: Tensor, stats: LevelStats, sureness: bool) -> list[Judged]:
         picks = self.argmax(logits_RV)[1].tolist()  # the cost of a real verdict
+        judged = []
         at = 0
         for sequence, first, n in reads:
             own = picks[at : at + n]
@@ -29,10 +30,12 @@ class SyntheticLevel(Level):
                 token if self.dice.random() < self.acceptance else (token + 1) % logits_RV.shape[-1]
                 for token in proposed
             ] + own[len(proposed) :]
-            verdict = sequence.judge(self.index, first, forced, logits_RV[at : at + n], None)
-            stats.accepted += verdict.accepted
-            stats.rejected += verdict.rejected
+            place = sequence.levels.index(self)
+            verdict = sequence.judge(place, first, forced, logits_RV[at : at + n], None)
+            stats.count(verdict.accepted, verdict.rejected)
+            judged.append(Judged(sequence, place, first, verdict))
             at += n
+        return judged
 
 
 def force(levels: Sequence[Level], acceptance: Sequence[float]) -> list[Level]:

@@ -96,14 +96,14 @@ class BlockPool:
         self._block_of[key], self._key_of[block], self._serials[block] = block, key, self._serial
         return self._serial
 
-    def serial_of(self, blocks: Sequence[int]) -> int:
-        """Serial number of the last of some remembered blocks, 0 without any."""
-        return self._serials[blocks[-1]] if blocks else 0
+    def serial_of(self, blocks: Sequence[int], root: int = 0) -> int:
+        """Serial number of the last of some remembered blocks; without any, of what stands before the first."""
+        return self._serials[blocks[-1]] if blocks else root
 
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """The remembered blocks that hold the beginning of `tokens`."""
+    def find(self, tokens: Sequence[int], root: int = 0) -> list[int]:
+        """The remembered blocks that hold the beginning of `tokens`; `root`, 0 or less, tells kinds of blocks apart."""
         found: list[int] = []
-        serial = 0
+        serial = root
         for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
             block = self._block_of.get((serial, tuple(tokens[start : start + BLOCK_SIZE])))
             if block is None:

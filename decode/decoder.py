@@ -8,11 +8,14 @@ import torch
 from tqdm import tqdm
 
 from hispec import ranks
+from hispec.checkpoint import fingerprint
+from hispec.decode.auto import AutoPolicy
 from hispec.decode.blocks import BlockPool, blocks_for
 from hispec.decode.cache import block_bytes, blocks_that_fit
 from hispec.decode.compiled import compile_layers, uncompile
-from hispec.decode.engine import Engine, make_cache, make_levels, stored
-from hispec.decode.policy import parse_policy
+from hispec.decode.costs import blocks_needed, costs_of
+from hispec.decode.engine import Engine, make_cache, make_hierarchies, make_levels, stored
+from hispec.decode.policy import Policy, parse_policy
 from hispec.decode.request import Completion, SamplingParams
 from hispec.decode.runner import make_runner
 from hispec.decode.sequence import Sequence as Live
@@ -65,7 +68,8 @@ class Decoder:
         """`exits`: which of the model's exits to use, all by default; `()` is plain decoding.
 
         `policy`: `fixed:DRAFT,VERIFY`, draft length and how many survivors the full model waits for; behind `:now`, a
-        sequence does not wait for the others of its batch.
+        sequence does not wait for the others of its batch. `auto` chooses by what passes cost on this machine and by
+        what is accepted; what it has learned serves the next call too.
         `max_batch`: most sequences decoded at a time. `kv_blocks`: size of the KV pool in blocks of 16 tokens; by
         default what the largest `max_batch` requests of a call may need. A pool that is too small for that is shared
         out as far as it goes, and the youngest requests wait or run again later.
@@ -87,7 +91,7 @@ class Decoder:
             if value < 1:
                 raise ConfigError(f"{name}: {value} must be 1 or more")
         self.levels = make_levels(model.trunk, heads)
-        self.policy = parse_policy(policy, len(self.levels))
+        self.policy = self._policy(policy, max_batch)
         self.max_batch, self.kv_blocks = max_batch, kv_blocks
         self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
         self.stop_ids = _stop_ids(model)
@@ -296,7 +300,22 @@ class Decoder:
     def _new_engine(self, n_blocks: int) -> Engine:
         cache, pool = make_cache(self.levels, n_blocks), BlockPool(n_blocks, self.prefix_cache)
         runner = make_runner(cache, self.model.trunk, graphs=self.graphs, exact=self.exact)
-        return Engine(self.levels, self.policy, cache, pool, self.max_batch, self.prefill_chunk, runner)
+        auto = self.policy if isinstance(self.policy, AutoPolicy) else None
+        return Engine(self.levels, self.policy, cache, pool, self.max_batch, self.prefill_chunk, runner, auto)
+
+    def _policy(self, text: str, max_batch: int) -> Policy:
+        if text != "auto":
+            return parse_policy(text, len(self.levels))
+        hierarchies = make_hierarchies(self.levels)
+        different = {level.number: level for levels in hierarchies.values() for level in levels}
+        costs = costs_of(
+            list(different.values()),
+            make_cache(self.levels, blocks_needed(max_batch)),
+            max_batch,
+            repr((fingerprint(self.model.trunk, self.model.tokenizer), [h.config for h in self.model.heads_list])),
+        )
+        measured = {row["exit"]: row["top1"] for row in self.model.metrics.get("exits", [])}
+        return AutoPolicy(hierarchies, costs, measured)
 
     def _head(self, exit_: int) -> Any:
         for head in self.model.heads_list:

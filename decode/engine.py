@@ -3,16 +3,20 @@
 A hierarchy is a list of levels. One level is plain decoding, two are single-layer speculation, three are HiSpec.
 """
 
+import itertools
+import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
+from collections.abc import Sequence as Batch
 
 import torch
 
+from hispec.decode.auto import AutoPolicy
 from hispec.decode.blocks import BLOCK_SIZE, BlockPool, blocks_for
 from hispec.decode.cache import KVCache
-from hispec.decode.level import Level, Task
-from hispec.decode.policy import Action, Policy
+from hispec.decode.level import Judged, Level, Task
+from hispec.decode.policy import Action, Policy, Sight
 from hispec.decode.request import FinishReason
 from hispec.decode.runner import Eager, Runner
 from hispec.decode.sequence import Sequence
@@ -46,11 +50,14 @@ class Engine:
         max_batch: int,
         prefill_chunk: int = 512,
         runner: Runner | None = None,
+        auto: AutoPolicy | None = None,
     ) -> None:
         """`prefill_chunk`: most prompt tokens that are on their way through the levels at a time.
 
         `runner`: how passes over `cache` are carried out; as they come, by default.
+        `auto`: the policy, if it is one that chooses hierarchies and wants to know what comes of it.
         """
+        self.auto = auto
         self.levels, self.policy, self.cache, self.pool = levels, policy, cache, pool
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.runner: Runner = runner or Eager(cache)
@@ -133,9 +140,12 @@ class Engine:
 
     def _join(self, sequence: Sequence) -> bool:
         """Give a sequence its blocks, and start it behind the prefix that is remembered; False: not now."""
+        if sequence.prefilling:
+            self._choose_levels(sequence)
         assert sequence.goal is not None
         limit = sequence.goal[-1] - 1  # one token at least has to run: there must be logits
-        known = self.pool.find(sequence.ids[:limit])
+        root = self._root(sequence)
+        known = self.pool.find(sequence.ids[:limit], root)
         next_block = (len(known) + 1) * BLOCK_SIZE
         if next_block <= limit and any(
             other.prefilling and other.ids[:next_block] == sequence.ids[:next_block] for other in self.live
@@ -156,8 +166,8 @@ class Engine:
         else:
             more = whole - len(known) if whole - len(known) <= self.pool.n_free else own
             sequence.table = known + self.pool.allocate(more, self._neighbour(known))
-        sequence.counts = [len(known) * BLOCK_SIZE] * len(self.levels)
-        sequence.n_remembered, sequence.serial = len(known), self.pool.serial_of(known)
+        sequence.counts = [len(known) * BLOCK_SIZE] * len(sequence.levels)
+        sequence.n_remembered, sequence.serial = len(known), self.pool.serial_of(known, root)
         self.stats.shared_tokens += len(known) * BLOCK_SIZE
         return True
 
@@ -165,25 +175,25 @@ class Engine:
         """The level that the policy picks among those that sequences want next, and all that want it."""
         budget = self.prefill_chunk - sum(s.counts[0] - s.counts[-1] for s in self.live if s.goal is not None)
         wanted = [(sequence, self._action(sequence, budget)) for sequence in self.live]
-        levels = [action.level for _, action in wanted if action is not None]
-        level = self.policy.choose(levels)
+        levels = {s.levels[action.level].number: s.levels[action.level] for s, action in wanted if action is not None}
+        level = levels[self.policy.choose(levels)]
         tasks = []
         for sequence, action in wanted:
-            if action is None or action.level != level:
+            if action is None or sequence.levels[action.level] is not level:
                 continue
-            start, stop = sequence.pending(level)
-            if level == 0 and sequence.goal is not None:
+            start, stop = sequence.pending(action.level)
+            if action.level == 0 and sequence.goal is not None:
                 stop = min(stop, start + budget)
                 budget -= stop - start
             if stop > start:
                 tasks.append(Task(sequence, start, stop, action.read, action.drafts))
-        return self.levels[level], tasks
+        return level, tasks
 
     def _action(self, sequence: Sequence, budget: int) -> Action | None:
         if sequence.goal is None:
-            return self.policy.next(sequence.counts, len(sequence.ids), sequence.ended)
+            return self._policys_action(sequence)
         # A prompt goes up chunk by chunk, each through all levels before the next one starts.
-        last = len(self.levels) - 1
+        last = len(sequence.levels) - 1
         for level in range(last, 0, -1):
             start, stop = sequence.pending(level)
             if stop > start:
@@ -223,10 +233,12 @@ class Engine:
         at_once = n > 0 and all(task.can_draft(n) for task in tasks)
         start = time.perf_counter()
         if not (at_once and level.draft(tasks, n, self.runner, stats)):
-            level.step(tasks, self.runner, stats)
+            judged = level.step(tasks, self.runner, stats, self.auto is not None and level.index < len(self.levels) - 1)
+            if self.auto is not None:
+                self._tell(self.auto, level, tasks, judged)
         self.stats.add_time(level.index, time.perf_counter() - start, len(catching_up) == len(tasks))
         news = [task.sequence for task in tasks if task.sequence.finish_reason is not None]
-        if level is self.levels[-1]:
+        if level.index == len(self.levels) - 1:
             self.stats.prefills += len(catching_up) == len(tasks)
             for sequence, *_ in tasks:
                 if sequence.finish_reason is None:
@@ -242,6 +254,8 @@ class Engine:
         n = sequence.n_committed - before
         self.stats.tokens += n
         if is_verdict:
+            if self.auto is not None:
+                self.auto.earned(exits_of(sequence.levels), n)
             self.stats.verdicts += 1
             self.stats.verified += n
         # Blocks that no rejection can touch any more.
@@ -250,6 +264,41 @@ class Engine:
             sequence.serial = self.pool.remember(sequence.table[at], sequence.serial, tokens)
             sequence.n_remembered = at + 1
         return [sequence] if n else []
+
+    # Hierarchies. Without `auto` there is one.
+
+    def _choose_levels(self, sequence: Sequence) -> None:
+        levels = self.levels
+        if self.auto is not None:
+            levels = self.auto.hierarchies[self.auto.start(min(self.max_batch, len(self.live) + len(self.queue)))]
+        if sequence.levels != levels:
+            sequence.levels = list(levels)
+            sequence.start_over(len(levels))
+
+    def _policys_action(self, sequence: Sequence) -> Action:
+        exits = exits_of(sequence.levels)
+        at_rest = sequence.counts[0] == sequence.counts[-1] == len(sequence.ids) - 1
+        if self.auto is not None and at_rest and (better := self.auto.leave(exits)) != exits:
+            sequence.levels, exits = list(self.auto.hierarchies[better]), better
+            sequence.change_levels(len(sequence.levels))
+            sequence.n_remembered = sys.maxsize  # its blocks are of two kinds now
+        sure = [sequence.sure.get(at, 0.0) for at in range(sequence.n_committed, len(sequence.ids))]
+        return self.policy.next(sequence.counts, len(sequence.ids), sequence.ended, Sight(exits, sure, len(self.live)))
+
+    def _tell(self, auto: AutoPolicy, level: Level, tasks: list[Task], judged: list[Judged]) -> None:
+        """Let the policy learn what a step has cost and brought."""
+        shares = Counter(exits_of(task.sequence.levels) for task in tasks if task.sequence.goal is None)
+        rows = sum(task.stop - task.start for task in tasks)
+        auto.spent(level, rows, bool(judged), {exits: n / len(tasks) for exits, n in shares.items()})
+        for sequence, place, first, verdict in judged:
+            if place > 0 and verdict.accepted + verdict.rejected:
+                places = range(first + 1, first + 1 + verdict.accepted + verdict.rejected)
+                sure = [sequence.sure[at] for at in places if at in sequence.sure] if place == 1 else []
+                auto.judged(exits_of(sequence.levels), place, verdict.accepted, verdict.rejected, sure)
+
+    def _root(self, sequence: Sequence) -> int:
+        """Where remembered prefixes of the sequence's hierarchy begin: keys of heads it leaves aside are not there."""
+        return -sum(1 << level.index for level in sequence.levels if level.index < len(self.levels) - 1)
 
     def _leave(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
@@ -267,6 +316,26 @@ def stored(levels: list[Level]) -> dict[int, KVShape]:
     """What every trunk layer, and every head that has attention of its own, stores per token."""
     shapes = dict(enumerate(levels[0].trunk.kv_shapes))
     return shapes | dict(level.head.kv for level in levels if level.head.kv is not None)
+
+
+def exits_of(levels: Batch[Level]) -> tuple[int, ...]:
+    """The exits of a hierarchy."""
+    return tuple(level.stop for level in levels[:-1])
+
+
+def make_hierarchies(levels: list[Level]) -> dict[tuple[int, ...], list[Level]]:
+    """Every choice of a hierarchy's exits as a hierarchy of its own; levels over the same layers are the same."""
+    known = {(level.start, level.stop): level for level in levels}
+    hierarchies: dict[tuple[int, ...], list[Level]] = {}
+    for n in range(len(levels)):
+        for chosen in itertools.combinations(levels[:-1], n):
+            start, hierarchy = 0, []
+            for level in (*chosen, levels[-1]):
+                own = Level(level.index, level.trunk, start, level.stop, level.head)
+                hierarchy.append(known.setdefault((start, level.stop), own))
+                start = level.stop
+            hierarchies[exits_of(hierarchy)] = hierarchy
+    return hierarchies
 
 
 def make_cache(levels: list[Level], n_blocks: int) -> KVCache:

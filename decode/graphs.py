@@ -59,7 +59,7 @@ class StaticPass:
             ((every_B1[:batch].clone(), rows),),
         )
         self.entry_TD: Tensor | None = None
-        if level.index > 0:
+        if level.start > 0:
             hidden_size, dtype = level.trunk.hidden_size, level.trunk.dtype
             self.entry_TD = torch.zeros(n_tokens, hidden_size, dtype=dtype, device=device)
             self._pad_TD = torch.zeros_like(self.entry_TD)
@@ -148,14 +148,14 @@ class Graphs:
     def pass_of(self, level: "Level", parts: Sequence[Part], batch: int | None = None) -> StaticPass:
         """Run `parts` through the level; `batch` fixes the number of sequences, which else is the next power of two."""
         rows = max(len(part.ids) for part in parts)
-        key = (level.index, batch or bucket(len(parts)), rows, bucket_of_blocks(parts), 0)
+        key = (level.number, batch or bucket(len(parts)), rows, bucket_of_blocks(parts), 0)
         step: StaticPass = self._play(key, parts, lambda: StaticPass(level, self.cache, *key[1:4]))
         return step
 
     def draft_of(self, level: "Level", parts: Sequence[Part], n_drafts: int) -> StaticDraft:
         """Draft `n_drafts` tokens behind each of `parts`, which have one token each."""
         ends = [part._replace(start=part.start + n_drafts) for part in parts]
-        key = (level.index, bucket(len(parts)), n_drafts, bucket_of_blocks(ends), 1)
+        key = (level.number, bucket(len(parts)), n_drafts, bucket_of_blocks(ends), 1)
         step: StaticDraft = self._play(key, parts, lambda: StaticDraft(level, self.cache, *key[1:4]))
         return step
 

@@ -15,6 +15,7 @@ from hispec.decode.feed import Part, select
 from hispec.decode.runner import Runner
 from hispec.decode.sequence import Sequence
 from hispec.decode.stats import LevelStats
+from hispec.decode.verify import Verdict
 from hispec.heads import FullHead, Head
 from hispec.trunk import Trunk
 
@@ -51,25 +52,39 @@ class Read(NamedTuple):
     n: int
 
 
+class Judged(NamedTuple):
+    """What a level, which is number `place` of the sequence's hierarchy, decided about the tokens after `first`."""
+
+    sequence: Sequence
+    place: int
+    first: int
+    verdict: Verdict
+
+
 class Level:
     """Runs its span on every token that waits for it, then lets its head judge."""
 
     def __init__(self, index: int, trunk: Trunk, start: int, stop: int, head: Head | FullHead) -> None:
         self.index, self.trunk, self.head = index, trunk, head
         self.start, self.stop = start, stop
+        # Rises with depth, and differs between all levels that one engine knows.
+        self.number = (start << 24) + (stop << 8) + index
         self._span = trunk.span(start, stop)
         self.placed = self._span + head.placed
 
     @torch.inference_mode()
-    def step(self, tasks: Batch[Task], runner: Runner, stats: LevelStats) -> None:
-        """Pass these tokens through the level, each once, and judge what it reads."""
+    def step(self, tasks: Batch[Task], runner: Runner, stats: LevelStats, sureness: bool = False) -> list[Judged]:
+        """Pass these tokens through the level, each once, and judge what it reads.
+
+        `sureness`: note what the head gives to the tokens it drafts.
+        """
         hidden_TD, features_TD = runner.run(self, self._parts(tasks))
         # Rows to read: those that predict a token after the prompt.
         picked: list[int] = []
         reads: list[Read] = []
         offset = 0
         for sequence, start, stop, read, _ in tasks:
-            sequence.passed(self.index, stop, hidden_TD[offset : offset + stop - start])
+            sequence.passed(sequence.levels.index(self), stop, hidden_TD[offset : offset + stop - start])
             first = max(start, sequence.n_prompt - 1)
             if read and first < stop:
                 reads.append(Read(sequence, first, stop - first))
@@ -78,9 +93,9 @@ class Level:
         stats.passes += 1
         stats.rows += offset
         if not reads:
-            return
+            return []
         logits_RV = runner.logits(self, features_TD if len(picked) == offset else select(features_TD, picked))
-        self._judge(reads, logits_RV, stats)
+        return self._judge(reads, logits_RV, stats, sureness)
 
     @torch.inference_mode()
     def draft(self, tasks: Batch[Task], n: int, runner: Runner, stats: LevelStats) -> bool:
@@ -102,8 +117,9 @@ class Level:
 
     def _parts(self, tasks: Batch[Task]) -> list[Part]:
         return [
-            Part(s.ids[start:stop], start, s.table, s.waiting(self.index, stop - start) if self.index else None)
+            Part(s.ids[start:stop], start, s.table, s.waiting(at, stop - start) if at else None)
             for s, start, stop, *_ in tasks
+            for at in [s.levels.index(self)]
         ]
 
     def forward(
@@ -127,7 +143,7 @@ class Level:
             picks_R = self.head.vocab_ids[picks_R]
         return picks_R, torch.where(torch.isfinite(best_R), picks_R, -1)
 
-    def _judge(self, reads: list[Read], logits_RV: Tensor, stats: LevelStats) -> None:
+    def _judge(self, reads: list[Read], logits_RV: Tensor, stats: LevelStats, sureness: bool) -> list[Judged]:
         vocab_ids = self.head.vocab_ids
         picks_R = logits_RV.argmax(-1)
         at = 0
@@ -135,10 +151,15 @@ class Level:
             if sequence.sampler.picks_tokens and not sequence.sampler.is_argmax:
                 picks_R[at : at + n] = sequence.sampler.picks(first, sequence.ids, logits_RV[at : at + n], vocab_ids)
             at += n
+        columns_R = picks_R
         if vocab_ids is not None:
             picks_R = vocab_ids[picks_R]
         # The one wait for the device in a step: the picks, or -1 where the best logit is not a number.
-        picks = torch.where(torch.isfinite(logits_RV.amax(-1)), picks_R, -1).tolist()
+        checked_R = torch.where(torch.isfinite(logits_RV.amax(-1)), picks_R, -1)
+        picks, sure = checked_R.tolist(), []
+        if sureness:
+            sure = logits_RV.softmax(-1).gather(1, columns_R[:, None])[:, 0].tolist()
+        judged: list[Judged] = []
         at = 0
         for sequence, first, n in reads:
             own, rows_RV = picks[at : at + n], logits_RV[at : at + n]
@@ -146,8 +167,13 @@ class Level:
             if -1 in own:
                 self._fail(sequence, first + own.index(-1))
                 continue
-            verdict = sequence.judge(self.index, first, own, rows_RV, vocab_ids)
+            place = sequence.levels.index(self)
+            verdict = sequence.judge(place, first, own, rows_RV, vocab_ids)
             stats.count(verdict.accepted, verdict.rejected)
+            judged.append(Judged(sequence, place, first, verdict))
+            if sureness and place == 0 and verdict.token is not None:
+                sequence.sure[len(sequence.ids) - 1] = sure[at - 1]
+        return judged
 
     def _fail(self, sequence: Sequence, position: int) -> None:
         sequence.finish_reason = "error"

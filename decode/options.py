@@ -57,7 +57,8 @@ class DecodeOptions(SamplingParams):
     """System message of a chat or of templated prompts."""
     policy: str = "fixed:2,4"
     """fixed:DRAFT,VERIFY: tokens drafted at a time, and survivors the full model waits for. With :now behind it, a
-    sequence does not wait for the others of its batch."""
+    sequence does not wait for the others of its batch. auto: choose exits and lengths by what they cost here, which is
+    measured when a model is first used, and by what is accepted; plain decoding where nothing else is faster."""
     max_batch: int = Field(default=8, ge=1)
     """Most sequences decoded at a time."""
     kv_blocks: int | None = Field(default=None, ge=1)

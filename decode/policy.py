@@ -18,10 +18,25 @@ class Action(NamedTuple):
     drafts: int = 0
 
 
+class Sight(NamedTuple):
+    """What a policy that adapts looks at besides counters.
+
+    `exits`: of the sequence's hierarchy. `sure`: per uncommitted token, what the draft head gave it. `batch`: sequences
+    that are decoded together.
+    """
+
+    exits: tuple[int, ...] = ()
+    sure: Sequence[float] = ()
+    batch: int = 1
+
+
+NOTHING_SEEN = Sight()
+
+
 class Policy(Protocol):
     """Decides for one sequence."""
 
-    def next(self, counts: Sequence[int], length: int, ended: bool) -> Action:
+    def next(self, counts: Sequence[int], length: int, ended: bool, sight: Sight = NOTHING_SEEN) -> Action:
         """The next action.
 
         `counts[k]`: tokens that have been through level k; `length`: tokens known, committed or not;
@@ -59,7 +74,7 @@ class FixedPolicy:
         self.last = n_levels - 1
         self.choose = min if waits else max
 
-    def next(self, counts: Sequence[int], length: int, ended: bool) -> Action:
+    def next(self, counts: Sequence[int], length: int, ended: bool, sight: Sight = NOTHING_SEEN) -> Action:
         """See `Policy.next`."""
         for level in range(self.last, 1, -1):
             if counts[level - 1] - counts[level] >= self.windows[level - 1]:
@@ -85,7 +100,9 @@ def parse_policy(text: str, n_levels: int) -> FixedPolicy:
     """
     name, numbers, when, *more = [*text.split(":"), "", ""][: max(3, text.count(":") + 1)]
     if name != "fixed" or when not in ("", "now") or more:
-        raise ConfigError(f"policy: {text!r} is unknown; legal: fixed:DRAFT,VERIFY such as fixed:2,4, or fixed:2,4:now")
+        raise ConfigError(
+            f"policy: {text!r} is unknown; legal: auto, fixed:DRAFT,VERIFY such as fixed:2,4, or fixed:2,4:now"
+        )
     try:
         windows = [int(number) for number in numbers.split(",")] if numbers else [2, 4]
     except ValueError:

@@ -10,6 +10,7 @@ Rolling back is setting counters and cutting `ids`: KV slots beyond them are wri
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from hispec.decode.request import FinishReason, SamplingParams
 from hispec.decode.sampler import Sampler
 from hispec.decode.text import TextStream
 from hispec.decode.verify import Verdict, agree
+
+if TYPE_CHECKING:
+    from hispec.decode.level import Level
 
 
 class Sequence:
@@ -30,6 +34,7 @@ class Sequence:
             or what had been reached when the sequence was preempted. None once reached.
         chosen_by: per token after the prompt, the level whose choice it is; all above it that have judged let it stand.
         fresh: committed tokens that nobody has fetched yet.
+        levels: the hierarchy it goes through. sure: by position, what the draft head gave a token it drafted.
         error: why it failed, if it did.
     """
 
@@ -48,17 +53,28 @@ class Sequence:
         self.ids = list(prompt)
         self.n_prompt = self.n_committed = len(prompt)
         self.chosen_by: list[int] = []
-        self.counts = [0] * n_levels
-        self.goal: list[int] | None = [self.n_prompt] * n_levels
-        # hidden[k], [n, D]: states after level k's layers of the tokens [counts[k + 1], counts[k]).
-        self.hidden: list[Tensor | None] = [None] * n_levels
+        self.start_over(n_levels)
         self.table: list[int] = []
         self.n_remembered = self.serial = 0
         self.stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(model_stop_ids))
         self.sampler = Sampler(params, choice, self.n_prompt, vocab_size, self.stop_ids)
         self.fresh: list[int] = []
+        self.levels: list[Level] = []
+        self.sure: dict[int, float] = {}
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+
+    def start_over(self, n_levels: int) -> None:
+        """Go through a hierarchy of `n_levels`, from the first token on."""
+        self.counts = [0] * n_levels
+        self.goal: list[int] | None = [self.n_prompt] * n_levels
+        # hidden[k], [n, D]: states after level k's layers of the tokens [counts[k + 1], counts[k]).
+        self.hidden: list[Tensor | None] = [None] * n_levels
+
+    def change_levels(self, n_levels: int) -> None:
+        """Go on in a hierarchy of `n_levels`, at a moment when all levels have passed the same tokens."""
+        assert len(set(self.counts)) == 1 and self.goal is None
+        self.counts, self.hidden = [self.counts[0]] * n_levels, [None] * n_levels
 
     @property
     def prefilling(self) -> bool:
@@ -110,7 +126,7 @@ class Sequence:
         if verdict.token is not None:
             self._cut(first + 1 + verdict.accepted)
             self.ids.append(verdict.token)
-            self.chosen_by.append(level)
+            self.chosen_by.append(self.levels[level].index)
         if level == len(self.counts) - 1:
             self.sampler.note(logits_RV, self.ids[first + 1 : first + 1 + len(logits_RV)])
         return verdict
@@ -140,6 +156,8 @@ class Sequence:
             elif self.n_committed - self.n_prompt >= self.params.max_new_tokens:
                 self.finish_reason = "length"
         self.sampler.forget(self.n_committed)
+        for position in [p for p in self.sure if p < self.n_committed]:
+            del self.sure[position]
 
     def preempt(self) -> None:
         """Give up what the KV pool holds, but no token: all that was decided stays, and its layers are run again."""

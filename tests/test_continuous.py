@@ -172,7 +172,7 @@ def test_rejected_tokens_are_never_part_of_a_known_prefix() -> None:
     drain(engine, 2)
     for sequence in sequences:
         committed = sequence.ids[: sequence.n_committed]
-        assert len(engine.pool.find(committed)) == (len(committed) - 1) // BLOCK_SIZE
+        assert len(engine.pool.find(committed, engine._root(sequence))) == (len(committed) - 1) // BLOCK_SIZE
     known = {tokens for _, tokens in engine.pool._block_of}
     said = [s.ids[: s.n_committed] for s in sequences]
     assert known == {tuple(ids[at : at + 16]) for ids in said for at in range(0, (len(ids) - 1) // 16 * 16, 16)}

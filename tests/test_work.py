@@ -8,7 +8,7 @@ from decode_fixtures import PROMPTS, FlakyHead, make_engine, random_heads, silen
 from torch import Tensor
 
 from hispec import SamplingParams
-from hispec.decode.level import Level
+from hispec.decode.level import Judged, Level
 from hispec.decode.runner import Runner
 from hispec.decode.stats import LevelStats
 from hispec.heads import Head
@@ -38,9 +38,9 @@ class Watched(Level):
 
     now: list[tuple[int, int]] = []
 
-    def step(self, tasks: Any, runner: Runner, stats: LevelStats) -> None:
+    def step(self, tasks: Any, runner: Runner, stats: LevelStats, sureness: bool = False) -> list[Judged]:
         type(self).now = [n for t in tasks for n in t.sequence.ids.numbers[slice(t.start, t.stop)]]
-        super().step(tasks, runner, stats)
+        return super().step(tasks, runner, stats, sureness)
 
 
 def passes(own: Trunk, heads: list[Head], windows: tuple[int, ...], n: int = 32) -> int:

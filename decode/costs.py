@@ -1,0 +1,137 @@
+"""What a pass costs on this machine: measured once per model, machine and settings, and kept.
+
+Letters: R rows of a pass.
+"""
+
+import bisect
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hispec.base import cache_folder
+from hispec.decode.blocks import blocks_for
+from hispec.decode.cache import KVCache
+from hispec.decode.feed import Part
+from hispec.decode.level import Level
+from hispec.decode.runner import Eager
+
+ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
+CONTEXT = 64
+REPEATS = 5
+
+
+class Costs:
+    """Seconds of a level's pass by rows, with its logits read or not; between measured row counts, in proportion."""
+
+    def __init__(self, seconds: dict[str, list[float]], rows: Sequence[int]) -> None:
+        """`seconds`: per `name_of` a pass, one number for each of `rows`, which rise."""
+        self.seconds, self.rows = seconds, list(rows)
+
+    def of(self, level: Level, n_rows: int, read: bool) -> float:
+        """Seconds of one pass over `n_rows`."""
+        measured = self.seconds[name_of(level, read)]
+        at = bisect.bisect_left(self.rows, n_rows)
+        if at == len(self.rows):
+            return measured[-1] * n_rows / self.rows[-1]
+        if at == 0 or self.rows[at] == n_rows:
+            return measured[at]
+        share = (n_rows - self.rows[at - 1]) / (self.rows[at] - self.rows[at - 1])
+        return measured[at - 1] + share * (measured[at] - measured[at - 1])
+
+
+def name_of(level: Level, read: bool) -> str:
+    """Which pass it is: a span of layers, and whether its head is read."""
+    return f"{level.start}-{level.stop}{'+' if read else ''}"
+
+
+def costs_of(levels: Sequence[Level], cache: KVCache, max_batch: int, model_key: str) -> Costs:
+    """The costs of these levels, from the file of an earlier measurement on this machine if there is one.
+
+    `model_key` tells models and heads apart. `cache` must hold `max_batch` sequences of CONTEXT + 64 tokens.
+    """
+    rows = [n for n in ROWS if n <= 8 * max_batch]
+    path = cache_folder() / "costs" / f"{_key(levels, cache, max_batch, model_key)}.json"
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text())
+        return Costs(kept["seconds"], kept["rows"])
+    except (OSError, ValueError, KeyError):
+        costs = measure(levels, cache, max_batch, rows)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"rows": rows, "seconds": costs.seconds}))
+        temporary.replace(path)
+    except OSError:
+        pass  # where nothing can be kept, the next start measures again
+    return costs
+
+
+@torch.inference_mode()
+def measure(levels: Sequence[Level], cache: KVCache, max_batch: int, rows: Sequence[int]) -> Costs:
+    """Run every level on every row count, spread over as many sequences as decode at a time; the best of some runs."""
+    runner = Eager(cache)
+    seconds: dict[str, list[float]] = {}
+    for level in levels:
+        for n_rows in rows:
+            parts = _parts(level, n_rows, max_batch)
+            unread, read = [], []
+            for _ in range(REPEATS):
+                start = time.perf_counter()
+                _, features_TD = runner.run(level, parts)
+                _wait(features_TD)
+                middle = time.perf_counter()
+                runner.logits(level, features_TD).argmax(-1).tolist()
+                unread.append(middle - start)
+                read.append(time.perf_counter() - start)
+            seconds.setdefault(name_of(level, False), []).append(min(unread))
+            seconds.setdefault(name_of(level, True), []).append(min(read))
+    return Costs(seconds, rows)
+
+
+def _parts(level: Level, n_rows: int, max_batch: int) -> list[Part]:
+    n_sequences = min(max_batch, n_rows)
+    n_blocks = blocks_for(CONTEXT + n_rows)
+    parts = []
+    for number in range(n_sequences):
+        own = n_rows // n_sequences + (number < n_rows % n_sequences)
+        hidden_nD = None
+        if level.start:
+            hidden_nD = torch.randn(own, level.trunk.hidden_size, dtype=level.trunk.dtype, device=level.trunk.device)
+        table = list(range(number * n_blocks, (number + 1) * n_blocks))
+        parts.append(Part([1] * own, CONTEXT, table, hidden_nD))
+    return parts
+
+
+def blocks_needed(max_batch: int) -> int:
+    """Blocks of the cache that `measure` wants."""
+    return max(min(max_batch, n) * blocks_for(CONTEXT + n) for n in ROWS if n <= 8 * max_batch)
+
+
+def _wait(x: torch.Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+
+
+def _key(levels: Sequence[Level], cache: KVCache, max_batch: int, model_key: str) -> str:
+    device = torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else _processor()
+    parts = [
+        model_key, device, str(levels[0].trunk.dtype), torch.get_num_threads(), max_batch,
+        [name_of(level, True) for level in levels], *(metadata.version(name) for name in ("torch", "transformers")),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return f"{next(line for line in lines if line.startswith('model name'))} x {os.cpu_count()}"
+    except (OSError, StopIteration):
+        return f"{platform.processor() or platform.machine()} x {os.cpu_count()}"
