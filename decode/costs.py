@@ -6,6 +6,7 @@ Letters: R rows of a pass.
 import bisect
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -25,7 +26,7 @@ from hispec.decode.runner import Eager
 
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXT = 64
-REPEATS = 5
+ROUNDS = 5
 
 
 class Costs:
@@ -76,23 +77,24 @@ def costs_of(levels: Sequence[Level], cache: KVCache, max_batch: int, model_key:
 
 @torch.inference_mode()
 def measure(levels: Sequence[Level], cache: KVCache, max_batch: int, rows: Sequence[int]) -> Costs:
-    """Run every level on every row count, spread over as many sequences as decode at a time; the best of some runs."""
+    """Run every level on every row count, spread over as many sequences as decode at a time; the best of some rounds.
+
+    All passes have their turn before the next round: a moment in which the machine is busy spoils one round only.
+    """
     runner = Eager(cache)
-    seconds: dict[str, list[float]] = {}
-    for level in levels:
-        for n_rows in rows:
-            parts = _parts(level, n_rows, max_batch)
-            unread, read = [], []
-            for _ in range(REPEATS):
+    seconds = {name_of(level, read): [math.inf] * len(rows) for level in levels for read in (False, True)}
+    for _ in range(1 + ROUNDS):  # the first compiles and allocates, and is hardly ever the best
+        for level in levels:
+            for at, n_rows in enumerate(rows):
+                parts = _parts(level, n_rows, max_batch)
                 start = time.perf_counter()
                 _, features_TD = runner.run(level, parts)
                 _wait(features_TD)
-                middle = time.perf_counter()
+                unread = time.perf_counter() - start
                 runner.logits(level, features_TD).argmax(-1).tolist()
-                unread.append(middle - start)
-                read.append(time.perf_counter() - start)
-            seconds.setdefault(name_of(level, False), []).append(min(unread))
-            seconds.setdefault(name_of(level, True), []).append(min(read))
+                read = time.perf_counter() - start
+                for name, value in ((name_of(level, False), unread), (name_of(level, True), read)):
+                    seconds[name][at] = min(seconds[name][at], value)
     return Costs(seconds, rows)
 
 
