@@ -41,8 +41,9 @@ from synthetic import force, parse  # noqa: E402
 from hispec.config import HeadConfig  # noqa: E402
 from hispec.decode.blocks import BlockPool, blocks_for  # noqa: E402
 from hispec.decode.compiled import compile_layers  # noqa: E402
-from hispec.decode.engine import Engine, make_cache, make_levels  # noqa: E402
+from hispec.decode.engine import Engine  # noqa: E402
 from hispec.decode.feed import Part  # noqa: E402
+from hispec.decode.hierarchy import make_cache, make_levels  # noqa: E402
 from hispec.decode.level import Level  # noqa: E402
 from hispec.decode.policy import FixedPolicy  # noqa: E402
 from hispec.decode.request import SamplingParams  # noqa: E402

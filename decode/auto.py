@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hispec.decode.costs import Costs
+from hispec.decode.hierarchy import Exits
 from hispec.decode.level import Level
 from hispec.decode.policy import NOTHING_SEEN, Action, Sight
-
-Exits = tuple[int, ...]
 
 MAX_DRAFT, MAX_WAITING = 8, 16
 # Verdicts after which a hierarchy's own figures count, and those after which the past is worth half.

@@ -14,7 +14,8 @@ from hispec.decode.blocks import BlockPool, blocks_for
 from hispec.decode.cache import block_bytes, blocks_that_fit
 from hispec.decode.compiled import compile_layers, uncompile
 from hispec.decode.costs import blocks_needed, costs_of
-from hispec.decode.engine import Engine, make_cache, make_hierarchies, make_levels, stored
+from hispec.decode.engine import Engine
+from hispec.decode.hierarchy import make_cache, make_hierarchies, make_levels, stored
 from hispec.decode.policy import Policy, parse_policy
 from hispec.decode.request import Completion, SamplingParams
 from hispec.decode.runner import make_runner

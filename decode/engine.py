@@ -3,18 +3,17 @@
 A hierarchy is a list of levels. One level is plain decoding, two are single-layer speculation, three are HiSpec.
 """
 
-import itertools
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from collections.abc import Sequence as Batch
 
 import torch
 
 from hispec.decode.auto import AutoPolicy
 from hispec.decode.blocks import BLOCK_SIZE, BlockPool, blocks_for
 from hispec.decode.cache import KVCache
+from hispec.decode.hierarchy import exits_of
 from hispec.decode.level import Judged, Level, Task
 from hispec.decode.policy import Action, Policy, Sight
 from hispec.decode.request import FinishReason
@@ -22,15 +21,6 @@ from hispec.decode.runner import Eager, Runner
 from hispec.decode.sequence import Sequence
 from hispec.decode.stats import LevelStats, Stats
 from hispec.errors import CapacityError
-from hispec.heads import FullHead, Head
-from hispec.trunk import KVShape, Trunk
-
-
-def make_levels(trunk: Trunk, heads: list[Head]) -> list[Level]:
-    """One level per head, and the full model behind them: each owns the layers from the exit below to its own."""
-    ends: list[Head | FullHead] = [*heads, FullHead(trunk)]
-    starts = [0, *(head.exit for head in heads)]
-    return [Level(k, trunk, start, end.exit, end) for k, (start, end) in enumerate(zip(starts, ends, strict=True))]
 
 
 class Engine:
@@ -310,36 +300,3 @@ class Engine:
 
     def _neighbour(self, table: list[int]) -> int | None:
         return table[-1] if table and self.cache.likes_neighbours else None
-
-
-def stored(levels: list[Level]) -> dict[int, KVShape]:
-    """What every trunk layer, and every head that has attention of its own, stores per token."""
-    shapes = dict(enumerate(levels[0].trunk.kv_shapes))
-    return shapes | dict(level.head.kv for level in levels if level.head.kv is not None)
-
-
-def exits_of(levels: Batch[Level]) -> tuple[int, ...]:
-    """The exits of a hierarchy."""
-    return tuple(level.stop for level in levels[:-1])
-
-
-def make_hierarchies(levels: list[Level]) -> dict[tuple[int, ...], list[Level]]:
-    """Every choice of a hierarchy's exits as a hierarchy of its own; levels over the same layers are the same."""
-    known = {(level.start, level.stop): level for level in levels}
-    hierarchies: dict[tuple[int, ...], list[Level]] = {}
-    for n in range(len(levels)):
-        for chosen in itertools.combinations(levels[:-1], n):
-            start, hierarchy = 0, []
-            for level in (*chosen, levels[-1]):
-                own = Level(level.index, level.trunk, start, level.stop, level.head)
-                hierarchy.append(known.setdefault((start, level.stop), own))
-                start = level.stop
-            hierarchies[exits_of(hierarchy)] = hierarchy
-    return hierarchies
-
-
-def make_cache(levels: list[Level], n_blocks: int) -> KVCache:
-    """A cache for everything that these levels store."""
-    trunk = levels[0].trunk
-    with torch.inference_mode():
-        return KVCache(stored(levels), n_blocks, trunk.dtype, trunk.device)

@@ -22,7 +22,8 @@ from transformers import (
 from hispec import Decoder, HiSpecModel
 from hispec.config import HeadConfig, HeadKind
 from hispec.decode.blocks import BlockPool
-from hispec.decode.engine import Engine, make_cache, make_levels
+from hispec.decode.engine import Engine
+from hispec.decode.hierarchy import make_cache, make_levels
 from hispec.decode.policy import FixedPolicy
 from hispec.decode.request import SamplingParams
 from hispec.decode.sequence import Sequence as Live

@@ -11,7 +11,7 @@ from decode_fixtures import silenced as with_silent_layers
 from hispec import HiSpecModel, SamplingParams
 from hispec.decode.auto import ENOUGH, AutoPolicy
 from hispec.decode.costs import ROWS, Costs, name_of
-from hispec.decode.engine import exits_of, make_hierarchies, make_levels
+from hispec.decode.hierarchy import exits_of, make_hierarchies, make_levels
 from hispec.decode.level import Level
 from hispec.decode.policy import Action, Sight
 from hispec.trunk import Trunk

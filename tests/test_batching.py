@@ -23,7 +23,8 @@ from decode_fixtures import (
 from hispec import SamplingParams
 from hispec.decode.blocks import BLOCK_SIZE, BlockPool, blocks_for, is_contiguous, slots
 from hispec.decode.cache import PagedAttention, Rows
-from hispec.decode.engine import Engine, make_cache, make_levels
+from hispec.decode.engine import Engine
+from hispec.decode.hierarchy import make_cache, make_levels
 from hispec.errors import CapacityError, RequestError
 from hispec.heads import Head
 from hispec.trunk import Trunk

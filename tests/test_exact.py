@@ -11,7 +11,7 @@ from tiny_models import build
 
 from hispec import SamplingParams
 from hispec.decode.cache import block_bytes, blocks_that_fit
-from hispec.decode.engine import make_cache, make_levels, stored
+from hispec.decode.hierarchy import make_cache, make_levels, stored
 from hispec.decode.runner import Exact
 from hispec.errors import CapacityError, ConfigError
 from hispec.heads import Head

@@ -43,7 +43,7 @@ from hispec.attention import PackedAttention
 from hispec.base import load_base
 from hispec.config import HeadConfig
 from hispec.decode.cache import PagedAttention, Rows
-from hispec.decode.engine import make_cache, make_levels
+from hispec.decode.hierarchy import make_cache, make_levels
 from hispec.errors import ConfigError, RequestError, UnsupportedModelError
 from hispec.heads import Head
 from hispec.trunk import Trunk

@@ -27,9 +27,9 @@ from transformers import LlamaConfig
 
 from hispec import SamplingParams
 from hispec.decode.compiled import compile_layers, uncompile
-from hispec.decode.engine import make_cache, make_levels
 from hispec.decode.feed import Part, bucket_of_blocks, make_feed
 from hispec.decode.graphs import Graphs, StaticDraft, bucket, why_not
+from hispec.decode.hierarchy import make_cache, make_levels
 from hispec.decode.runner import Graphed
 from hispec.heads import Head
 from hispec.trunk import Trunk

@@ -16,7 +16,7 @@ from hispec.attention import PackedAttention
 from hispec.base import load_base
 from hispec.config import HeadConfig, check_exits, default_exits
 from hispec.decode.cache import PagedAttention, Rows
-from hispec.decode.engine import make_cache, make_levels
+from hispec.decode.hierarchy import make_cache, make_levels
 from hispec.decode.sampling import gumbel
 from hispec.errors import ConfigError, RequestError, UnsupportedModelError
 from hispec.heads import FullHead, Head
