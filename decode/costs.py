@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hispec import ranks
 from hispec.base import cache_folder
 from hispec.decode.blocks import blocks_for
 from hispec.decode.cache import KVCache
@@ -59,6 +60,9 @@ def costs_of(levels: Sequence[Level], cache: KVCache, max_batch: int, model_key:
     `model_key` tells models and heads apart. `cache` must hold `max_batch` sequences of CONTEXT + 64 tokens.
     """
     rows = [n for n in ROWS if n <= 8 * max_batch]
+    if ranks.joined():
+        # They measure together, and decide alike: by what the first one measured.
+        return Costs(ranks.share(measure(levels, cache, max_batch, rows).seconds), rows)
     path = cache_folder() / "costs" / f"{_key(levels, cache, max_batch, model_key)}.json"
     try:
         kept: dict[str, Any] = json.loads(path.read_text())
