@@ -14,6 +14,7 @@ import pytest
 import torch
 from decode_fixtures import PROMPTS, byte_tokenizer, decoding, make_engine, perfect_heads, trunk, with_heads, write_base
 from tiny_models import build
+from typed import Typed
 
 from hispec import HiSpecModel, SamplingParams
 from hispec.decode import bench, prompt_sets
@@ -46,31 +47,9 @@ def heads(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Typed:
-    """Types hispec-bench's words at it, and holds what it said."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
-
-    def __call__(self, *words: object) -> str:
-        self.capsys.readouterr()
-        self.monkeypatch.setattr(sys, "argv", ["hispec-bench", *map(str, words)])
-        bench.main()
-        out, self.err = self.capsys.readouterr()
-        return out
-
-    def refused(self, *words: object) -> str:
-        with pytest.raises(SystemExit) as caught:
-            self(*words)
-        out, err = self.capsys.readouterr()
-        assert caught.value.code == 2 and out == ""
-        assert err.startswith("error: ") and err.count("\n") == 1, err
-        return str(err)
-
-
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
-    return Typed(monkeypatch, capsys)
+    return Typed("hispec-bench", bench.main, monkeypatch, capsys)
 
 
 def prompt_file(path: Path, *texts: str) -> Path:

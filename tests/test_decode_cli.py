@@ -11,6 +11,7 @@ import pytest
 import torch
 from decode_fixtures import byte_tokenizer, random_heads, write_base
 from torch import nn
+from typed import Typed
 
 from hispec import HiSpecModel
 from hispec.config import check_exits, parse_assignments
@@ -40,31 +41,9 @@ def heads(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Typed:
-    """Types hispec-decode's words at it, and holds what it answered."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
-
-    def __call__(self, *words: object) -> str:
-        self.capsys.readouterr()
-        self.monkeypatch.setattr(sys, "argv", ["hispec-decode", *map(str, words)])
-        cli.main()
-        out, self.err = self.capsys.readouterr()
-        return out
-
-    def refused(self, *words: object) -> str:
-        with pytest.raises(SystemExit) as caught:
-            self(*words)
-        out, err = self.capsys.readouterr()
-        assert caught.value.code == 2 and out == ""
-        assert err.startswith("error: ") and err.count("\n") == 1, err
-        return str(err)
-
-
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
-    return Typed(monkeypatch, capsys)
+    return Typed("hispec-decode", cli.main, monkeypatch, capsys)
 
 
 def jsonl(path: Path, *rows: object) -> Path:
