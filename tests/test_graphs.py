@@ -1,7 +1,10 @@
 """Passes of fixed shape and the draft loop, run on a CPU as they are recorded on a GPU, equal passes as they come."""
 
+import shutil
+import sysconfig
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,6 +193,10 @@ def test_p09_one_wait_per_reading_step_and_no_soft_max_when_greedy(temperature: 
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("g++") is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
+    reason="torch.compile needs a C++ compiler and Python's headers",
+)
 @pytest.mark.filterwarnings("default")  # importing the compiler warns
 def test_g24_compiled_layers_give_the_same_tokens() -> None:
     own = Trunk(build("llama_gqa"))
