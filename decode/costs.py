@@ -8,11 +8,9 @@ import hashlib
 import json
 import math
 import os
-import platform
 import time
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from hispec.decode.blocks import blocks_for
 from hispec.decode.cache import KVCache
 from hispec.decode.feed import Part
 from hispec.decode.level import Level
+from hispec.decode.machine import processor
 from hispec.decode.runner import Eager
 
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
@@ -127,17 +126,11 @@ def _wait(x: torch.Tensor) -> None:
 
 
 def _key(levels: Sequence[Level], cache: KVCache, max_batch: int, model_key: str) -> str:
-    device = torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else _processor()
+    device = (
+        torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else f"{processor()} x {os.cpu_count()}"
+    )
     parts = [
         model_key, device, str(levels[0].trunk.dtype), torch.get_num_threads(), max_batch,
         [name_of(level, True) for level in levels], *(metadata.version(name) for name in ("torch", "transformers")),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:24]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return f"{next(line for line in lines if line.startswith('model name'))} x {os.cpu_count()}"
-    except (OSError, StopIteration):
-        return f"{platform.processor() or platform.machine()} x {os.cpu_count()}"

@@ -91,20 +91,22 @@ class Decoder:
         for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise ConfigError(f"{name}: {value} must be 1 or more")
+        if not 0.0 < gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization: {gpu_memory_utilization} must be above 0 and at most 1")
         self.levels = make_levels(model.trunk, heads)
-        self.policy = self._policy(policy, max_batch)
+        fixed = None if policy == "auto" else parse_policy(policy, len(self.levels))
         self.max_batch, self.kv_blocks = max_batch, kv_blocks
         self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
         self.stop_ids = _stop_ids(model)
         self._requests: dict[int, list[Live]] = {}
         self._n_requests = 0
         self.exact, self.graphs = exact, graphs
-        if not 0.0 < gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization: {gpu_memory_utilization} must be above 0 and at most 1")
         self.gpu_memory_utilization = gpu_memory_utilization
         self._packed = prepack(model.heads)
         layers = [module for level in self.levels for _, module in level.placed]
         self._compiled = compile_layers(layers) if compile else []
+        # Costs are measured of the heads as they will run.
+        self.policy: Policy = fixed or self._auto()
         self._engine = self._new_engine(0)
 
     @property
@@ -145,7 +147,7 @@ class Decoder:
         progress: bool = False,
     ) -> Iterator[Completion]:
         """As `generate`, each completion as soon as it is finished; `index` and `choice` tell whose it is."""
-        sequences = self._sequences(prompts, params, eager=False)
+        sequences = self._sequences(prompts, params)
         with tqdm(total=len(sequences), desc="decode", unit="text", disable=None if progress else True) as bar:
             for sequence, _ in self._run(sequences):
                 bar.set_postfix_str(f"{self.stats.tokens_per_second:.0f} tokens/s", refresh=False)
@@ -237,7 +239,7 @@ class Decoder:
                 self._engine.cancel(sequence)
 
     def _sequences(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, eager: bool
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Live]:
         is_many = not isinstance(prompts, str) and not (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
         listed: Sequence[Any] = prompts if is_many else [prompts]
@@ -247,7 +249,7 @@ class Decoder:
                 f"{len(listed)} prompts but {len(each)} sampling parameters; give one for all, or one each"
             )
         numbered = enumerate(zip(listed, each, strict=True))
-        return [live for index, (prompt, own) in numbered for live in self._choices(index, prompt, own, eager)]
+        return [live for index, (prompt, own) in numbered for live in self._choices(index, prompt, own, False)]
 
     def _single(self, prompt: Prompt, params: SamplingParams | None, eager: bool) -> list[Live]:
         if params is not None and params.n > 1:
@@ -301,18 +303,15 @@ class Decoder:
     def _new_engine(self, n_blocks: int) -> Engine:
         cache, pool = make_cache(self.levels, n_blocks), BlockPool(n_blocks, self.prefix_cache)
         runner = make_runner(cache, self.model.trunk, graphs=self.graphs, exact=self.exact)
-        auto = self.policy if isinstance(self.policy, AutoPolicy) else None
-        return Engine(self.levels, self.policy, cache, pool, self.max_batch, self.prefill_chunk, runner, auto)
+        return Engine(self.levels, self.policy, cache, pool, self.max_batch, self.prefill_chunk, runner)
 
-    def _policy(self, text: str, max_batch: int) -> Policy:
-        if text != "auto":
-            return parse_policy(text, len(self.levels))
+    def _auto(self) -> AutoPolicy:
         hierarchies = make_hierarchies(self.levels)
         different = {level.number: level for levels in hierarchies.values() for level in levels}
         costs = costs_of(
             list(different.values()),
-            make_cache(self.levels, blocks_needed(max_batch)),
-            max_batch,
+            make_cache(self.levels, blocks_needed(self.max_batch)),
+            self.max_batch,
             repr((fingerprint(self.model.trunk, self.model.tokenizer), [h.config for h in self.model.heads_list])),
         )
         measured = {row["exit"]: row["top1"] for row in self.model.metrics.get("exits", [])}

@@ -40,14 +40,13 @@ class Engine:
         max_batch: int,
         prefill_chunk: int = 512,
         runner: Runner | None = None,
-        auto: AutoPolicy | None = None,
     ) -> None:
         """`prefill_chunk`: most prompt tokens that are on their way through the levels at a time.
 
         `runner`: how passes over `cache` are carried out; as they come, by default.
-        `auto`: the policy, if it is one that chooses hierarchies and wants to know what comes of it.
         """
-        self.auto = auto
+        # A policy that chooses hierarchies, and wants to know what comes of it.
+        self.auto = policy if isinstance(policy, AutoPolicy) else None
         self.levels, self.policy, self.cache, self.pool = levels, policy, cache, pool
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.runner: Runner = runner or Eager(cache)
@@ -130,7 +129,7 @@ class Engine:
 
     def _join(self, sequence: Sequence) -> bool:
         """Give a sequence its blocks, and start it behind the prefix that is remembered; False: not now."""
-        if sequence.prefilling:
+        if not sequence.levels:
             self._choose_levels(sequence)
         assert sequence.goal is not None
         limit = sequence.goal[-1] - 1  # one token at least has to run: there must be logits
@@ -261,19 +260,20 @@ class Engine:
         levels = self.levels
         if self.auto is not None:
             levels = self.auto.hierarchies[self.auto.start(min(self.max_batch, len(self.live) + len(self.queue)))]
-        if sequence.levels != levels:
-            sequence.levels = list(levels)
-            sequence.start_over(len(levels))
+        sequence.levels = list(levels)
+        sequence.start_over(len(levels))
 
     def _policys_action(self, sequence: Sequence) -> Action:
+        if self.auto is None:
+            return self.policy.next(sequence.counts, len(sequence.ids), sequence.ended)
         exits = exits_of(sequence.levels)
         at_rest = sequence.counts[0] == sequence.counts[-1] == len(sequence.ids) - 1
-        if self.auto is not None and at_rest and (better := self.auto.leave(exits)) != exits:
+        if at_rest and (better := self.auto.leave(exits)) != exits:
             sequence.levels, exits = list(self.auto.hierarchies[better]), better
             sequence.change_levels(len(sequence.levels))
             sequence.n_remembered = sys.maxsize  # its blocks are of two kinds now
         sure = [sequence.sure.get(at, 0.0) for at in range(sequence.n_committed, len(sequence.ids))]
-        return self.policy.next(sequence.counts, len(sequence.ids), sequence.ended, Sight(exits, sure, len(self.live)))
+        return self.auto.next(sequence.counts, len(sequence.ids), sequence.ended, Sight(exits, sure, len(self.live)))
 
     def _tell(self, auto: AutoPolicy, level: Level, tasks: list[Task], judged: list[Judged]) -> None:
         """Let the policy learn what a step has cost and brought."""

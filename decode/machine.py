@@ -15,7 +15,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     """Machine, versions and threads, and the load average of the last minute before anything runs."""
     return {
         "machine": {
-            "processor": _processor(),
+            "processor": processor(),
             "cores": os.cpu_count(),
             "system": platform.platform(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -50,7 +50,8 @@ def peak_bytes(device: torch.device) -> int | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

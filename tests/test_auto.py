@@ -156,6 +156,13 @@ def test_auto_may_change_its_mind_at_any_moment(seed: int) -> None:
             assert decoder._engine.pool.n_free == 16
 
 
+def test_a_sequence_that_waits_for_room_chooses_once() -> None:
+    with decoding(model_of("llama_gqa", 9), policy="auto", kv_blocks=6, max_batch=4) as decoder:
+        assert isinstance(decoder.policy, AutoPolicy)
+        decoder.generate(PROMPTS, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        assert sum(account.starts for account in decoder.policy.accounts.values()) == len(PROMPTS)
+
+
 def test_costs_are_kept_for_the_next_start(tmp_path: Path) -> None:
     model = with_heads(trunk("llama_gqa"), (2, 4), "block")
     with decoding(model, policy="auto") as first, decoding(model, policy="auto") as second:
