@@ -104,7 +104,8 @@ class BenchOptions(Config):
     seed: int = Field(default=0, ge=0)
     """Draws the prompts."""
     training: list[str] = []
-    """What the heads were trained on, files or packaged lists: no prompt measured here may occur in it."""
+    """What the heads were trained on: no prompt measured here may occur in these files, packaged lists or answers/ of a
+    run."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: as the model is stored."""
     device: str = "cpu"

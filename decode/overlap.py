@@ -14,10 +14,11 @@ def find(training: Sequence[str], prompts: Mapping[str, Sequence[str]]) -> dict[
     """Per prompt set, the prompts whose words occur one after the other in a training text, whatever lies between
     the words: case, punctuation and line breaks do not count.
 
-    `training`: JSON or JSONL files, of which every string is looked at, or names of packaged lists.
+    `training`: JSON or JSONL files, of which every string is looked at, a run's folder of answers (or own prompts),
+    or names of packaged lists.
 
     Raises:
-        FileError, DataError: a file cannot be read, or holds answers without what they answer.
+        FileError, DataError: a file cannot be read, holds answers without what they answer, or nothing to look at.
     """
     texts = [f" {normalised(text)} " for source in training for text in _texts(source)]
     return {
@@ -32,20 +33,34 @@ def normalised(text: str) -> str:
 
 
 def _texts(source: str) -> Iterator[str]:
-    if "/" not in source and "." not in source:
+    if "/" not in source and "." not in source and not Path(source).is_dir():
         try:
             yield from packaged_texts(source)[1]
         except FileNotFoundError:
             raise DataError(f"training: {source!r} is neither a file nor a packaged list such as everyday") from None
         return
-    rows = read_rows(Path(source))
-    if any("provenance" in row for row in rows):
+    path = Path(source)
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"training: the folder {source} holds no .jsonl file; give files, or a run's answers/")
+    for file in files:
+        rows = read_rows(file)
+        if rows and rows[0].keys() == {"provenance"}:
+            rows = _written(rows, file)
+        elif path.is_dir():
+            raise DataError(f"training: {file} was not written by a trunk; give its name, or a run's answers/")
+        for row in rows:
+            yield from _strings(row)
+
+
+def _written(rows: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
+    """The rows of a file that a trunk has written, without the first, which tells how."""
+    if any("prompt" in row and "prompt_text" not in row for row in rows):
         raise DataError(
-            f"training: {source} holds answers, not the prompts they answer; give the files or packaged lists that the"
+            f"training: {file} holds answers, not the prompts they answer; give the files or packaged lists that the"
             " recipe names under data"
         )
-    for row in rows:
-        yield from _strings(row)
+    return rows[1:]
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -273,6 +273,29 @@ def test_overlap_is_of_words_whatever_case_and_marks(tmp_path: Path) -> None:
             overlap.find([source], prompts)
 
 
+def test_a_runs_answers_are_training_text_and_so_is_what_they_answer(tmp_path: Path) -> None:
+    from hispec.decode import overlap
+    from hispec.errors import DataError
+
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    with pytest.raises(DataError, match="answers holds no .jsonl file"):
+        overlap.find([str(folder)], {})
+    header = json.dumps({"provenance": {"model": "what is it?"}})
+    for rank, (asked, said) in enumerate([("<s>user\nWhat is\n2+2?<e>assistant", "four"), ("Count.", "One, two.")]):
+        line = json.dumps({"prompt": rank, "sample": 0, "prompt_text": asked, "text": said})
+        (folder / f"{rank:05d}.jsonl").write_text(f"{header}\n{line}\n")
+    prompts = {"asked": ["What is 2 + 2?"], "said": ["one two"], "neither": ["What is it", "four count", "three"]}
+    found = overlap.find([str(folder)], prompts)
+    assert found == {"asked": prompts["asked"], "said": prompts["said"], "neither": []}
+    (folder / "00001.jsonl").write_text(f'{header}\n{{"prompt": 1, "text": "by an older version"}}\n')
+    with pytest.raises(DataError, match="00001.jsonl holds answers, not the prompts they answer"):
+        overlap.find([str(folder)], prompts)
+    (folder / "00001.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(DataError, match="00001.jsonl was not written by a trunk"):
+        overlap.find([str(folder)], prompts)
+
+
 ROWS = {
     "sharegpt": ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}, "Q"),
     "gsm8k": ({"question": "Q", "answer": "A"}, "Q"),

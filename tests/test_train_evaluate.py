@@ -116,6 +116,9 @@ def test_answers_are_the_trunks_own_and_resume(tmp_path: Path) -> None:
     header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert header["provenance"].keys() >= {"model", "revision", "dtype", "temperature", "max_new_tokens", "seed"}
     assert len(lines) == len(PROMPTS)
+    assert {line["prompt"]: line["prompt_text"] for line in lines} == dict(
+        enumerate(map(t1(size=VOCAB).decode, PROMPTS))
+    )
     for prompt, document in zip(PROMPTS, documents, strict=True):
         answer, _ = reference(build("llama_gqa"), prompt, 8, stop_ids=[2])
         assert document.ids == prompt + answer
