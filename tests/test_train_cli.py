@@ -11,6 +11,8 @@ import pytest
 import yaml
 from train_fixtures import model_folder
 
+from hispec.decode import overlap
+from hispec.decode.prompt_sets import packaged_texts
 from hispec.errors import ConfigError, HiSpecError
 from hispec.model import HiSpecModel
 from hispec.recipes import read_recipe_file
@@ -76,6 +78,8 @@ def test_every_packaged_recipe_is_valid(capsys: pytest.CaptureFixture[str]) -> N
         (["recipe=tiny", "heads=[{kind: norm}]"], "heads: 1 given for 2 exits"),
         (["recipe=tiny", "data.source=[nothing.jsonl]"], "'nothing.jsonl' matches no file"),
         (["recipe=tiny", "data.prompts=everyday"], "answers=trunk"),
+        (["recipe=tiny", "data.own_prompts=9"], "answers=trunk"),
+        (["recipe=tiny", "data.stdlib_prompts=9"], "answers=trunk"),
         (["recipe=tiny", "data.samples=2"], "temperature"),
         (["recipe=tiny", "data.stdlib_tokens=0"], "no source of text"),
         (["recipe=tiny", "model=no_such_folder"], "no such folder"),
@@ -227,9 +231,17 @@ def test_plan_prints_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_tiny_recipe_runs_and_its_answers_too(tmp_path: Path) -> None:
     """The whole way: prompts, answers by the trunk, text, training, evaluation, export."""
     words = ["recipe=tiny", f"run_dir={tmp_path / 'run'}", "train.max_steps=3", "data.stdlib_tokens=500"]
-    run([*words, "data.prompts=everyday", "data.max_prompts=5", "data.answers=trunk", "data.max_new_tokens=10"])
+    words += ["data.prompts=everyday", "data.max_prompts=5", "data.answers=trunk", "data.max_new_tokens=10"]
+    run([*words, "data.own_prompts=8"])
     exported = HiSpecModel.from_pretrained(tmp_path / "run" / "heads")
     assert exported.exits == (1, 3)
-    assert len((tmp_path / "run" / "answers" / "00000.jsonl").read_text().splitlines()) == 6
+    assert len((tmp_path / "run" / "own_prompts" / "00000.jsonl").read_text().splitlines()) == 9
+    answers = (tmp_path / "run" / "answers" / "00000.jsonl").read_text().splitlines()
+    assert 6 < len(answers) <= 14  # how it was written, five answers, and those to the prompts that could be used
+    held_out, training = packaged_texts("everyday")
+    trained = [text for text in training if text in answers[1] + answers[2]]
+    assert len(trained) == 2
+    found = overlap.find([str(tmp_path / "run" / "answers")], {"held_out": held_out, "trained": trained})
+    assert found == {"held_out": [], "trained": trained}
     config = json.loads((tmp_path / "run" / "heads" / "config.json").read_text())
-    assert config["training"]["data"]["answers"] == "trunk" and len(config["metrics"]["exits"]) == 2
+    assert config["training"]["data"]["own_prompts"] == 8 and len(config["metrics"]["exits"]) == 2

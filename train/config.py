@@ -40,6 +40,12 @@ class DataConfig(Config):
     """Name of a packaged prompt list (everyday), whose prompts the trunk answers."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Take this many of the packaged prompts; null takes all."""
+    own_prompts: int = Field(default=0, ge=0)
+    """Let the trunk write this many prompts itself, which it then answers: as varied as what it was taught on, and no
+    data set is needed. Those without an end, or there already, are left out."""
+    stdlib_prompts: int = Field(default=0, ge=0)
+    """Functions of the running Python's own library, up to their docstrings, that the trunk completes; there are about
+    900."""
     stdlib_tokens: int = Field(default=0, ge=0)
     """Tokens of text to take from the running Python's own library and its documentation; needs no download."""
     answers: Answers = "given"
@@ -67,9 +73,13 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not (self.source or self.prompts or self.stdlib_tokens):
-            raise ValueError("no source of text; give source=FILE or org/name, prompts=everyday or stdlib_tokens=N")
-        if self.prompts and self.answers == "given":
+        asked = self.prompts or self.own_prompts or self.stdlib_prompts
+        if not (self.source or asked or self.stdlib_tokens):
+            raise ValueError(
+                "no source of text; give source=FILE or org/name, prompts=everyday, own_prompts=N, stdlib_prompts=N or"
+                " stdlib_tokens=N"
+            )
+        if asked and self.answers == "given":
             raise ValueError("prompts have no answers of their own; add data.answers=trunk")
         if self.samples > 1 and self.temperature == 0.0:
             raise ValueError(f"samples={self.samples} greedy answers would all be the same; give temperature=0.8 or so")

@@ -31,6 +31,8 @@ from hispec.train.schedule import learning_rate
 from hispec.train.stop import Stop
 
 log = logging.getLogger("hispec")
+# Of the data's settings, what finished heads say of themselves.
+TOLD = {"source", "prompts", "own_prompts", "stdlib_prompts", "stdlib_tokens", "answers", "temperature"}
 
 
 class Interrupted(SystemExit):
@@ -177,9 +179,7 @@ class Training:
             "loss_first": self.losses[0],
             "loss_last": self.losses[-1],
             "loss": train.loss.model_dump(exclude={"chunk"}),
-            "data": self.config.data.model_dump(
-                include={"source", "prompts", "stdlib_tokens", "answers", "temperature"}
-            ),
+            "data": self.config.data.model_dump(include=TOLD),
         }
         self.model.metrics = measured
         self.model.save_pretrained(self.config.heads_folder)

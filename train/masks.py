@@ -11,11 +11,14 @@ where decoding starts; the end marker is not, because nothing is asked of a mode
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hispec.errors import DataError
 
 Message = dict[str, str]
+# Stands for a user's words; no template has it, or changes it.
+WORDS = "uSeRsWoRdS"
 
 
 def supervised(answer: Sequence[bool]) -> list[bool]:
@@ -35,6 +38,22 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     if not tokenizer.chat_template:
         return encode_text(tokenizer, "\n\n".join(message["content"] for message in messages))
     return _ids(tokenizer, _render(tokenizer, messages, prompt=True))
+
+
+def encode_opening(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
+    """Token ids of a chat up to where the user's first words would stand, and the text that comes after these.
+
+    Raises:
+        DataError: the template refuses such a chat, or does not show its words.
+    """
+    try:
+        before, words, after = _render(tokenizer, [{"role": "user", "content": WORDS}], prompt=True).partition(WORDS)
+    except TemplateError as error:
+        raise DataError(f"the chat template refuses a single question ({error}); give chat_template=FILE") from None
+    if not words:
+        raise DataError("the chat template does not show what the user says; give chat_template=FILE")
+    # A space belongs to the word after it, for most tokenizers; alone, no model has seen it there.
+    return _ids(tokenizer, before.rstrip(" ")), after.strip()
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:

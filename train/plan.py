@@ -20,9 +20,9 @@ from hispec.train.budget import GB, Shape
 from hispec.train.config import LaunchConfig, TrainConfig
 from hispec.train.data import Document, Skipped, encode
 from hispec.train.loop import n_steps
-from hispec.train.masks import encode_prompt
+from hispec.train.own_prompts import opening_of
 from hispec.train.preview import show
-from hispec.train.tokens import prompt_of
+from hispec.train.tokens import prompt_ids
 
 # Rows that are encoded to know how long they are; the others are taken to be alike.
 SAMPLE = 1000
@@ -108,7 +108,7 @@ def _time(
     hours = flops / (rate * triple.world) / 3600
     text = f"{hours * 60:.1f} minutes" if hours < 2 else f"{hours:.1f} hours"
     if config.data.answers == "trunk":
-        source += "; without the writing of answers"
+        source += "; without what the trunk writes"
     return f"time       about {text} of arithmetic at {rate / 1e12:.3g} TFLOP/s a rank ({source})"
 
 
@@ -129,7 +129,7 @@ def _epoch(config: TrainConfig, base: str) -> Epoch:
         if hub:
             _reach_hub()
         tokenizer = setup.load_tokenizer(config, base)
-        here = _sampled(config, tokenizer)
+        here = _sampled(config, tokenizer) + _own(config, tokenizer, notes)
         shown = _first(config, tokenizer)
     except FileError as error:
         if not hub:
@@ -168,8 +168,8 @@ def _sampled(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> int:
         if n_rows > SAMPLE:
             continue
         n_read += 1
-        if data.answers == "trunk" and row.messages:
-            tokens += (len(encode_prompt(tokenizer, prompt_of(row))) + data.max_new_tokens) * data.samples
+        if data.answers == "trunk" and row.asks:
+            tokens += (len(prompt_ids(tokenizer, row)) + data.max_new_tokens) * data.samples
             n_documents += 1
         else:
             documents = encode(row, tokenizer, data.max_len, skipped)
@@ -180,6 +180,20 @@ def _sampled(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     return round(tokens * n_rows / max(1, n_read))
 
 
+def _own(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> int:
+    """Tokens of the prompts that the trunk is to write, and of their answers, were all of them as long as they may be.
+
+    Raises:
+        DataError: it cannot write any.
+    """
+    data = config.data
+    if not data.own_prompts:
+        return 0
+    opening = opening_of(tokenizer)
+    notes.append(f"{data.own_prompts} own prompts are reckoned at {opening.longest} tokens each")
+    return data.own_prompts * data.samples * (len(opening.ids) + opening.longest + data.max_new_tokens)
+
+
 def _first(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The first documents, decoded; a data set of the Hub is streamed for it."""
     data = config.data
@@ -188,8 +202,8 @@ def _first(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]
     skipped = Skipped()
     documents: list[Document] = []
     for row in itertools.islice(setup.rows_of(config), 10 * SHOWN):
-        if data.answers == "trunk" and row.messages:
-            ids = encode_prompt(tokenizer, prompt_of(row))
+        if data.answers == "trunk" and row.asks:
+            ids = prompt_ids(tokenizer, row)
             documents.append(Document(ids, [False] * len(ids)))
         else:
             documents += encode(row, tokenizer, data.max_len, skipped)

@@ -23,15 +23,22 @@ NO_LABEL = -100
 class Row:
     """A chat, a text or token ids, and where it stands (file:line), for messages to the user.
 
-    `answer` marks the `ids` that belong to answers. `fault` says why the row cannot be used; it is empty otherwise.
+    `answer` marks the `ids` that belong to answers. `unfinished`: the text is a prompt, which the trunk goes on with.
+    `fault` says why the row cannot be used; it is empty otherwise.
     """
 
     where: str
     messages: tuple[Message, ...] = ()
     text: str = ""
+    unfinished: bool = False
     ids: tuple[int, ...] = ()
     answer: tuple[bool, ...] = ()
     fault: str = ""
+
+    @property
+    def asks(self) -> bool:
+        """Whether the trunk can answer it, or go on with it."""
+        return bool(self.messages) or self.unfinished
 
 
 def find_files(path: str) -> list[Path]:

@@ -24,6 +24,7 @@ from hispec.train.batch import solve
 from hispec.train.config import TrainConfig
 from hispec.train.data import Document, MicroBatch, frequent_tokens, pack, text_documents
 from hispec.train.masks import encode_prompt
+from hispec.train.own_prompts import OwnPrompts, opening_of
 from hispec.train.rows import Row, read_file
 from hispec.train.shard import load_sharded
 from hispec.train.tokens import TokenCache, Tokens, prompt_of
@@ -67,6 +68,8 @@ def prepare(config: TrainConfig) -> Prepared:
     head_configs = config.heads_for(len(exits))
     held_out = read_held_out(config)
     tokenizer = load_tokenizer(config, base)
+    if config.data.own_prompts:
+        opening_of(tokenizer)  # refuses what cannot write any
     tokens = read_tokens(config, tokenizer)
     trunk = load_trunk(config, base)
     if trunk.final_norm is None and any(head.kind == "norm" for head in head_configs):
@@ -143,7 +146,7 @@ def load_tokenizer(config: TrainConfig, base: str) -> PreTrainedTokenizerBase:
 
 
 def rows_of(config: TrainConfig) -> Iterator[Row]:
-    """All rows of the recipe, read as they are needed.
+    """All rows of the recipe but those that the trunk is to write, read as they are needed.
 
     Raises:
         FileError, DataError, ConfigError: missing, empty or malformed files, an unknown list of prompts.
@@ -152,6 +155,8 @@ def rows_of(config: TrainConfig) -> Iterator[Row]:
     yield from sources.rows_of(data.source, seed)
     if data.prompts is not None:
         yield from packaged.training_prompts(data.prompts, data.max_prompts, seed)
+    if data.stdlib_prompts:
+        yield from packaged.stdlib_prompts(data.stdlib_prompts, seed)
 
 
 def read_held_out(config: TrainConfig) -> list[Row]:
@@ -166,30 +171,54 @@ def read_held_out(config: TrainConfig) -> list[Row]:
 
 
 def read_tokens(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """All rows as token ids; nothing at all when the recipe has only text of its own.
+    """All rows as token ids; nothing at all when all text is made or written later.
 
     Raises:
         As `rows_of`; DataError also when no row can be used.
     """
-    sources.check(config.data.source)
-    if not (config.data.source or config.data.prompts):
+    data = config.data
+    sources.check(data.source)
+    if not (data.source or data.prompts or data.stdlib_prompts):
         return Tokens()
-    cache = TokenCache(Path(config.run_dir) / "tokens", config.data, tokenizer, config.train.seed)
-    cache.write(rows_of(config), ranks.rank(), ranks.world())
+    return _encoded(rows_of(config), config, tokenizer)
+
+
+def own_prompts(plain: HiSpecModel, config: TrainConfig) -> Tokens:
+    """The prompts that the trunk writes, as token ids.
+
+    Raises:
+        As `OwnPrompts` and `Writing`; DataError also when no prompt can be used.
+    """
+    own = OwnPrompts(plain, config.data, config.train.seed, Path(config.run_dir) / "own_prompts")
+    own.write(ranks.rank(), ranks.world())
+    ranks.meet()
+    rows = own.rows()
+    texts = [row.text or row.messages[0]["content"] for row in rows]
+    return _encoded(iter(rows), config, plain.tokenizer, texts)
+
+
+def _encoded(
+    rows: Iterator[Row], config: TrainConfig, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ()
+) -> Tokens:
+    cache = TokenCache(Path(config.run_dir) / "tokens", config.data, tokenizer, config.train.seed, texts)
+    cache.write(rows, ranks.rank(), ranks.world())
     ranks.meet()
     return cache.read()
 
 
 def documents_for(plain: HiSpecModel, tokens: Tokens, config: TrainConfig) -> list[Document]:
-    """The training documents; answers are written first where the trunk is to write them.
+    """The training documents; prompts and answers are written first where the trunk is to write them.
 
     Raises:
         DataError: nothing to train on.
     """
     data, seed = config.data, config.train.seed
     documents = list(tokens.documents)
-    if tokens.prompts:
-        answers = Answers(plain, tokens.prompts, data, seed, Path(config.run_dir) / "answers")
+    prompts = list(tokens.prompts)
+    if data.own_prompts:
+        prompts += own_prompts(plain, config).prompts
+    if prompts:
+        answers = Answers(plain, prompts, data, seed, Path(config.run_dir) / "answers")
         answers.write(ranks.rank(), ranks.world())
         ranks.meet()
         documents += answers.documents()

@@ -12,8 +12,9 @@ import hashlib
 import itertools
 import json
 import logging
+import platform
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from hispec.errors import FileError, first_line
 from hispec.train import sources
 from hispec.train.config import DataConfig
 from hispec.train.data import Document, Skipped, encode
-from hispec.train.masks import Message, encode_prompt
+from hispec.train.masks import Message, encode_prompt, encode_text
 from hispec.train.rows import Row
 
 log = logging.getLogger("hispec")
@@ -48,9 +49,17 @@ class Tokens:
 class TokenCache:
     """The encoded rows of one run folder."""
 
-    def __init__(self, folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        texts: Sequence[str] = (),
+    ) -> None:
+        """`texts`: what the rows say, where `config` does not tell."""
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
-        self.folder = folder / key(config, tokenizer, seed)
+        self.folder = folder / key(config, tokenizer, seed, texts)
 
     def write(self, rows: Iterator[Row], rank: int, world: int) -> None:
         """Encode this rank's share of `rows`, unless a cache of these settings is there already.
@@ -116,22 +125,21 @@ class TokenCache:
     def _encoded(self, rows: Any, skipped: Skipped) -> Iterator[tuple[int, Document]]:
         answered_later = self.config.answers == "trunk"
         for number, row in rows:
-            if answered_later and row.messages:
+            if answered_later and row.asks:
                 new = self._prompt(row, skipped)
             else:
                 new = encode(row, self.tokenizer, self.config.max_len, skipped)
             yield from ((number, document) for document in new)
 
     def _prompt(self, row: Row, skipped: Skipped) -> list[Document]:
-        turns = prompt_of(row)
-        ids = encode_prompt(self.tokenizer, turns) if turns else []
+        ids = prompt_ids(self.tokenizer, row)
         if 0 < len(ids) < self.config.max_len:
             return [Document(ids, [False] * len(ids))]
         skipped.add(row, f"no prompt of fewer than {self.config.max_len} tokens before the first answer")
         return []
 
 
-def key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> str:
+def key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, texts: Sequence[str] = ()) -> str:
     """Name of everything that the encoded rows depend on."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
@@ -143,6 +151,8 @@ def key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> st
         tokenizer.chat_template,
         [sources.stamp(source) for source in config.source],
         [config.prompts, config.max_prompts, config.answers, config.max_len, config.strict, seed],
+        [config.stdlib_prompts, platform.python_version() if config.stdlib_prompts else None],
+        list(texts),
     ]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
 
@@ -151,6 +161,14 @@ def prompt_of(row: Row) -> list[Message]:
     """The turns before the first answer."""
     answers = [number for number, message in enumerate(row.messages) if message["role"] == "assistant"]
     return list(row.messages[: answers[0]] if answers else row.messages)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
+    """Token ids of what the trunk answers or goes on with; none where nothing comes before the first answer."""
+    if row.unfinished:
+        return encode_text(tokenizer, row.text)
+    turns = prompt_of(row)
+    return encode_prompt(tokenizer, turns) if turns else []
 
 
 def _parts(documents: Iterator[tuple[int, Document]]) -> Iterator[dict[str, Any]]:
