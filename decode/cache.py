@@ -126,8 +126,8 @@ class PagedAttention:
         outs = [
             attention(
                 q_HTD[:, begin:end],
-                keys_SHD[seen].transpose(0, 1),
-                values_SHD[seen].transpose(0, 1),
+                _taken(keys_SHD, seen).transpose(0, 1),
+                _taken(values_SHD, seen).transpose(0, 1),
                 scale,
                 window,
                 cap,
@@ -135,3 +135,8 @@ class PagedAttention:
             for begin, end, seen in self._parts
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+def _taken(stored_SHD: Tensor, seen: slice | Tensor) -> Tensor:
+    # Twice as fast as indexing with a tensor.
+    return stored_SHD[seen] if isinstance(seen, slice) else stored_SHD.index_select(0, seen)

@@ -20,7 +20,7 @@ from hispec.train.config import DataConfig, TrainConfig
 from hispec.train.masks import encode_prompt, encode_text
 from hispec.train.own_prompts import OwnPrompts, opening_of
 from hispec.train.tiny import tiny_tokenizer
-from hispec.train.tokens import TokenCache
+from hispec.train.tokens import TokenCache, prompt_ids
 from hispec.trunk import Trunk
 
 INST = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content | trim }} [/INST]{% endfor %}"
@@ -208,11 +208,16 @@ async def two():
     }
 
 
-def test_functions_go_to_the_trunk_as_they_stand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [True, False])
+def test_functions_are_asked_for_in_a_chat_or_stand_for_themselves(tmp_path: Path, template: bool) -> None:
     data = {"stdlib_prompts": 4, "answers": "trunk", "max_len": 1000}
     tokenizer = tiny_tokenizer()
+    if not template:
+        tokenizer.chat_template = None
     tokens = setup.read_tokens(config(tmp_path, "tiny", data=data), tokenizer)
-    wanted = [row.text for row in packaged.stdlib_prompts(4, 0)]
+    texts = [row.text for row in packaged.stdlib_prompts(4, 0)]
+    chats = [encode_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    wanted = [tokenizer.decode(ids) for ids in chats] if template else texts
     assert [tokenizer.decode(ids) for ids in tokens.prompts] == wanted and not tokens.documents
 
 
@@ -222,6 +227,7 @@ def test_a_plan_reckons_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert f"about {50 * 2 * (2 + 96 + 10):,} tokens" in out and "50 own prompts are reckoned at 96 tokens each" in out
     run([*words, "data.stdlib_tokens=0", "data.stdlib_prompts=30"])
-    tokens = sum(len(row.text.encode()) + 10 for row in packaged.stdlib_prompts(30, 0))
+    rows = packaged.stdlib_prompts(30, 0)
+    tokens = sum(len(prompt_ids(tiny_tokenizer(), row)) + 10 for row in rows)
     out = capsys.readouterr().out
-    assert f"about {tokens:,} tokens" in out and "\n  def " in out
+    assert f"about {tokens:,} tokens" in out and "def " in out

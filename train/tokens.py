@@ -165,9 +165,9 @@ def prompt_of(row: Row) -> list[Message]:
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
     """Token ids of what the trunk answers or goes on with; none where nothing comes before the first answer."""
-    if row.unfinished:
+    if row.unfinished and tokenizer.chat_template is None:
         return encode_text(tokenizer, row.text)
-    turns = prompt_of(row)
+    turns = [{"role": "user", "content": row.text}] if row.unfinished else prompt_of(row)
     return encode_prompt(tokenizer, turns) if turns else []
 
 
