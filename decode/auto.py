@@ -160,19 +160,14 @@ class AutoPolicy:
         return self._expected(exits)
 
     def _expected(self, exits: Exits) -> float:
-        levels, accepted = self.hierarchies[exits], self.accounts[exits].accepted
+        levels, chances = self.hierarchies[exits], [chance.mean for chance in self.accounts[exits].accepted]
         if not exits:
             return 1.0 / self._share(levels[0], 1, read=True)
-        return max(self._rate_of(levels, accepted, n_drafts) for n_drafts in (1, 2, 4))
 
-    def _rate_of(self, levels: Sequence[Level], accepted: Sequence[Chance], n_drafts: int) -> float:
-        """With drafts of fixed length, and a full pass for every judgement of the level below."""
-        draft = self._share(levels[0], 1, read=True) * n_drafts + self._share(levels[0], 1, read=False)
-        seconds, waiting = draft, float(n_drafts + 1)
-        for level, chance in zip(levels[1:], accepted, strict=True):
-            seconds += self._share(level, max(1, round(waiting)), read=True)
-            waiting = 1.0 + sum(chance.mean ** (n + 1) for n in range(max(1, round(waiting)) - 1))
-        return waiting / seconds
+        def seconds(level: int, rows: int, read: bool) -> float:
+            return self._share(levels[level], rows, read)
+
+        return max(expected_rate(seconds, chances, n_drafts) for n_drafts in (1, 2, 4))
 
     def _worth(self, exits: Exits) -> float:
         return 1.0 / max(self.rate(exits), self.rate(()))
@@ -183,6 +178,25 @@ class AutoPolicy:
     def _share(self, level: Level, rows: int, read: bool) -> float:
         """One sequence's share of a pass that all of the batch take part in, with `rows` each."""
         return self.costs.of(level, rows * self.batch, read) / self.batch
+
+
+def expected_rate(
+    seconds: Callable[[int, int, bool], float], chances: Sequence[float], n_drafts: int, rounds: int = 1
+) -> float:
+    """Tokens per second of a hierarchy with drafts of fixed length, one sequence.
+
+    `seconds`: of a pass, by the level's place, its rows, and whether its logits are read. `chances`: per level above
+    the draft, that a token from below stands there. `rounds`: so often the levels below the last run before it does,
+    where one of them judges; then more tokens wait for its pass.
+    """
+    spent, waiting = seconds(0, 1, True) * n_drafts + seconds(0, 1, False), float(n_drafts + 1)
+    for level, chance in enumerate(chances, 1):
+        if 1 < level == len(chances):
+            spent, waiting = spent * rounds, waiting * rounds
+        rows = max(1, round(waiting))
+        spent += seconds(level, rows, True)
+        waiting = 1.0 + sum(chance ** (n + 1) for n in range(rows - 1))
+    return waiting / spent
 
 
 def _prior(exits: Exits, known: Mapping[int, float]) -> list[Chance]:

@@ -9,7 +9,7 @@ from decode_fixtures import PROMPTS, FlakyHead, decoding, trunk, wanted, with_he
 from decode_fixtures import silenced as with_silent_layers
 
 from hispec import HiSpecModel, SamplingParams
-from hispec.decode.auto import ENOUGH, AutoPolicy
+from hispec.decode.auto import ENOUGH, AutoPolicy, expected_rate
 from hispec.decode.costs import ROWS, Costs, name_of
 from hispec.decode.hierarchy import exits_of, make_hierarchies, make_levels
 from hispec.decode.level import Level
@@ -67,6 +67,19 @@ def test_a_good_head_is_used_and_a_useless_one_is_not() -> None:
     assert policy({1: 0.9, 3: 0.9}).start(1) in [(1,), (1, 3)]
     assert policy({1: 0.02, 3: 0.02}).start(1) == ()
     assert policy({1: 0.05, 3: 0.95}, per_head=0.1).start(1) == (3,)
+
+
+def test_the_expected_rate_is_tokens_over_the_passes_they_take() -> None:
+    def seconds(level: int, rows: int, read: bool) -> float:
+        return {0: 1.0 + read, 1: 3.0, 2: 10.0 + rows}[level]
+
+    # Three drafts, each read, and the last passed through; all stand, and the level above adds one.
+    assert expected_rate(seconds, [1.0], 3) == pytest.approx(4 / (3 * 2.0 + 1.0 + 3.0))
+    assert expected_rate(seconds, [0.0], 3) == pytest.approx(1 / (3 * 2.0 + 1.0 + 3.0))
+    assert expected_rate(seconds, [0.5], 2) == pytest.approx(1.75 / (2 * 2.0 + 1.0 + 3.0))
+    # Two rounds of the levels below, three tokens each, before the full model sees all six.
+    assert expected_rate(seconds, [1.0, 1.0], 2, rounds=2) == pytest.approx(6 / (2 * (5.0 + 3.0) + 16.0))
+    assert expected_rate(seconds, [1.0], 2, rounds=2) == expected_rate(seconds, [1.0], 2), "nobody judges below"
 
 
 def test_what_does_not_pay_is_left_and_tried_again() -> None:
