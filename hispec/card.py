@@ -42,7 +42,7 @@ def write_card(config: CheckpointConfig, name: str, files: Sequence[str]) -> str
         "## Measured",
         "\n\n".join(map(_markdown, measured(config.metrics))) or "Not measured.",
         "## Trained",
-        "\n".join(f"- {key}: {value}" for key, value in config.training.items()) or "Not trained: logit lens.",
+        "\n".join(_fact(*fact) for fact in config.training.items()) or "Not trained: logit lens.",
         "## Files",
         _markdown(Table("", ["file", "holds"], [[f"`{file}`", FILES[file]] for file in FILES if file in files])),
     ]
@@ -87,6 +87,12 @@ def often_judged(judge: dict[str, Any]) -> list[float]:
     """Share of tokens that a judge let stand, by place in what lay before it, as far as it was often asked."""
     judged = judge["judged_at"]
     return [a / n for a, n in zip(judge["accepted_at"], judged, strict=True) if n >= SELDOM * judged[0]]
+
+
+def _fact(name: str, value: Any) -> str:
+    if isinstance(value, dict) and "reason" in value:  # the tables behind it are in the checkpoint's config
+        value = value["reason"]
+    return f"- {name}: {value}"
 
 
 def _shown(values: dict[str, Any], name: str, form: str = ".3f") -> str:

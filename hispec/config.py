@@ -151,8 +151,8 @@ def check_repo_id(name: str) -> str:
     return name
 
 
-def check_exits(exits: Sequence[int], n_layers: int) -> tuple[int, ...]:
-    """Exits in rising order, each once, each in 1..n_layers-1.
+def check_exits(exits: Sequence[int], n_layers: int, name: str = "exits") -> tuple[int, ...]:
+    """Exits in rising order, each once, each in 1..n_layers-1. `name`: of the setting that they stand in.
 
     Raises:
         ConfigError: naming the value and the legal range.
@@ -160,11 +160,11 @@ def check_exits(exits: Sequence[int], n_layers: int) -> tuple[int, ...]:
     legal = f"legal exits of this model are 1..{n_layers - 1}"
     for exit_ in exits:
         if not 1 <= exit_ < n_layers:
-            raise ConfigError(f"exits: {exit_} is out of range; {legal} (it has {n_layers} layers)")
+            raise ConfigError(f"{name}: {exit_} is out of range; {legal} (it has {n_layers} layers)")
     if len(set(exits)) < len(exits):
-        raise ConfigError(f"exits: {list(exits)} names an exit twice; {legal}, each once")
+        raise ConfigError(f"{name}: {list(exits)} names an exit twice; {legal}, each once")
     if list(exits) != sorted(exits):
-        raise ConfigError(f"exits: {list(exits)} must rise from shallow to deep; write {sorted(exits)}")
+        raise ConfigError(f"{name}: {list(exits)} must rise from shallow to deep; write {sorted(exits)}")
     return tuple(exits)
 
 

@@ -136,6 +136,10 @@ class Trunk:
             for run in kept:
                 run.output = None  # a route outlives the pass, its tensors must not
 
+    def forget(self) -> None:
+        """Let go of modules that were placed: the blocks of heads that are not needed any more."""
+        self._routes.clear()
+
     def copy_layer(self, place: int) -> tuple[nn.Module, KVShape]:
         """A copy of the layer at `place`, whole even where the trunk is sharded, and what it stores per token."""
         layer = self.layers[place]

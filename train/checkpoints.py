@@ -87,7 +87,7 @@ class Checkpoints:
         """
         target = self.folder / f"step_{step:06d}"
         if ranks.rank() == 0:
-            whole = {"step": step, "world": ranks.world(), "settings": _settings(self.config), **state}
+            whole = {"step": step, "world": ranks.world(), "settings": settings(self.config), **state}
             with new_folder(target) as new:
                 save_file(tensors, new / TENSORS)
                 (new / STATE).write_text(json.dumps(whole, indent=2) + "\n")
@@ -101,7 +101,7 @@ class Checkpoints:
         return sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
 
     def _check(self, state: dict[str, Any], where: Path) -> None:
-        now, then = _flat(_settings(self.config)), _flat(state["settings"])
+        now, then = _flat(settings(self.config)), _flat(state["settings"])
         for key in sorted(now.keys() | then.keys()):
             if now.get(key) != then.get(key):
                 raise ConfigError(
@@ -110,8 +110,11 @@ class Checkpoints:
                 )
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """What a run must keep to when it is gone on with."""
     kept = {"model", "revision", "dtype", "chat_template", "exits", "head", "heads", "data", "train"}
+    if config.exits == "auto":
+        kept.add("calibration")
     dumped: dict[str, Any] = config.model_dump(mode="json", include=kept)
     for part, names in FREE.items():
         for name in names:

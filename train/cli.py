@@ -26,6 +26,7 @@ hispec-train recipes                       list recipes
   recipe=NAME         a packaged recipe, or one of --config-dir
   --config-dir DIR    folder with recipes of your own, which may build on others: `defaults: [smollm2-135m, _self_]`
   key=value           change a setting of the recipe; lists are written [4,8], text with spaces or commas in quotes
+  exits=auto          choose the exits by a short calibration on the run's own data, before training
 
 examples
   hispec-train recipe=tiny

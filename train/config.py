@@ -9,6 +9,8 @@ from hispec.config import Config, HeadConfig, check_exits, check_repo_id, defaul
 from hispec.errors import ConfigError
 
 Answers = Literal["given", "trunk"]
+# Up to so many layers, the first is worth a try as an exit.
+SHALLOW = 12
 
 
 class SourceConfig(Config):
@@ -198,6 +200,17 @@ class OptimConfig(Config):
         return self
 
 
+class CalibrationConfig(Config):
+    """What exits=auto spends on its choice: a quick head at every candidate, measured on documents held apart."""
+
+    candidates: list[int] | None = Field(default=None, min_length=1)
+    """Layers to choose from; null takes about ten, the last at two thirds of the depth."""
+    tokens: int = Field(default=16384, ge=2)
+    """Tokens of the run's own data that quick heads learn from; a quarter as many are held apart to measure them on."""
+    steps: int = Field(default=64, ge=1)
+    """Optimizer steps of each quick head, which is of the recipe's kind."""
+
+
 class EvalConfig(Config):
     """Measuring the heads on prompts they were not trained on."""
 
@@ -300,8 +313,11 @@ class TrainConfig(Config):
     """The machine this recipe is made for; null: any."""
     chat_template: str | None = None
     """File with a chat template that replaces the tokenizer's own."""
-    exits: list[int] | None = None
-    """Trunk layers after which a head stands, from shallow to deep; null takes 1/8 and 1/4 of the depth."""
+    exits: list[int] | Literal["auto"] | None = None
+    """Trunk layers after which a head stands, from shallow to deep; null takes 1/8 and 1/4 of the depth; auto chooses
+    by a short calibration before training: so many as there are heads listed, else two, or one where that is better."""
+    calibration: CalibrationConfig = Field(default_factory=CalibrationConfig)
+    """How exits=auto chooses."""
     head: HeadConfig = Field(default_factory=HeadConfig)
     """The head at every exit..."""
     heads: list[HeadConfig] | None = None
@@ -332,18 +348,52 @@ class TrainConfig(Config):
     def _folder(cls, value: object) -> object:
         return {"folder": value} if isinstance(value, str) else value
 
+    @field_validator("exits", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        if value in (None, "auto") or isinstance(value, list | tuple) and all(type(i) is int for i in value):
+            return value
+        raise ValueError("must be a list of layers such as [4,8], auto, or null")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.exits != "auto" and self.calibration != CalibrationConfig():
+            raise ValueError("calibration belongs to exits=auto; give that, or leave calibration out")
+        if self.exits == "auto" and self.heads == []:
+            raise ValueError("heads=[] leaves exits=auto nothing to choose; list one head for each exit, or none")
+        return self
+
     @property
     def heads_folder(self) -> Path:
         """Where the finished heads go."""
         return Path(self.export.folder or Path(self.run_dir) / "heads")
 
-    def exits_for(self, n_layers: int) -> tuple[int, ...]:
-        """The exits on a trunk of `n_layers`.
+    def exits_for(self, n_layers: int) -> tuple[int, ...] | None:
+        """The exits on a trunk of `n_layers`; None where calibration is to choose them.
 
         Raises:
-            ConfigError: out of range, twice or not rising.
+            ConfigError: out of range, twice or not rising; or too few for calibration to choose from.
         """
+        if self.exits == "auto":
+            self.candidates_for(n_layers)
+            return None
         return default_exits(n_layers) if self.exits is None else check_exits(self.exits, n_layers)
+
+    def candidates_for(self, n_layers: int) -> tuple[int, ...]:
+        """The exits that calibration chooses from; of itself it takes the default ones too. Raises as `exits_for`."""
+        if self.calibration.candidates is not None:
+            found = check_exits(self.calibration.candidates, n_layers, "calibration.candidates")
+        else:
+            first, last = (1 if n_layers <= SHALLOW else 2), 2 * n_layers // 3
+            spread = {first + round(at * (last - first) / 7) for at in range(8)} if last > first else {first}
+            found = tuple(sorted(e for e in spread | set(default_exits(n_layers)) if e < n_layers))
+        needed = 1 if self.heads is None else len(self.heads)
+        if len(found) < needed:
+            raise ConfigError(
+                f"exits=auto: {len(found)} candidates for {needed} exits in a model of {n_layers} layers;"
+                " list fewer heads, or more calibration.candidates"
+            )
+        return found
 
     def heads_for(self, n_exits: int) -> list[HeadConfig]:
         """One head per exit. Raises ConfigError when the list does not match."""

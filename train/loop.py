@@ -18,6 +18,7 @@ from hispec.errors import DivergedError, FileError
 from hispec.push import PushOptions, again, push
 from hispec.train import checkpoints, ranks, setup
 from hispec.train.batch import solve
+from hispec.train.choice import Choice
 from hispec.train.config import OptimConfig, TrainConfig
 from hispec.train.data import MicroBatch, batch_order
 from hispec.train.engine import Engine
@@ -61,8 +62,9 @@ class Training:
         self.step, self.place = found.state["step"], found.state["place"]
         self.seconds, self.losses = found.state["seconds"], found.state["losses"]
         self.saved_by = found.state["world"]
-        prepared = setup.prepare(config)
-        self.model, self.batches = prepared.model, prepared.batches
+        chosen = found.state.get("choice")
+        prepared = setup.prepare(config, None if chosen is None else Choice.build(chosen))
+        self.model, self.batches, self.choice = prepared.model, prepared.batches, prepared.choice
         self.engine = Engine(prepared.heads, config.train, self.triple.accumulation, found.tensors, self.step)
         self.vocab_ids = [head.vocab_ids for head in self.model.heads_list]
         self.cache = FeatureCache(
@@ -181,6 +183,8 @@ class Training:
             "loss": train.loss.model_dump(exclude={"chunk"}),
             "data": self.config.data.model_dump(include=TOLD),
         }
+        if self.choice is not None:
+            self.model.training["exits"] = self.choice.summary()
         self.model.metrics = measured
         self.model.save_pretrained(self.config.heads_folder)
         log.info("heads exported to %s", self.config.heads_folder)
@@ -199,7 +203,9 @@ class Training:
             )
 
     def _save(self) -> Path:
-        state = {"place": self.place, "seconds": self.seconds, "losses": self.losses}
+        state: dict[str, Any] = {"place": self.place, "seconds": self.seconds, "losses": self.losses}
+        if self.choice is not None:
+            state["choice"] = self.choice.model_dump()
         return self.checkpoints.save(self.step, state, self.engine.snapshot())
 
     def _interrupt(self, code: int) -> None:

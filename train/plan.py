@@ -48,7 +48,7 @@ def describe(config: TrainConfig) -> list[str]:
     settings = base_config(base, config.revision) if known is None else _from_shape(known)
     shape = Shape.of(settings)
     exits = config.exits_for(shape.n_layers)
-    heads = config.heads_for(len(exits))
+    heads = (config.heads or [config.head] * 2) if exits is None else config.heads_for(len(exits))
     setup.read_held_out(config)
     epoch = _epoch(config, base)
     world, where = _ranks(config)
@@ -56,14 +56,15 @@ def describe(config: TrainConfig) -> list[str]:
     steps = n_steps(train, max(1, math.ceil(epoch.tokens / triple.micro)), triple.accumulation * world)
     dtype = setup.dtype_of(config) if config.needs is None else config.dtype or "bfloat16"
     size = torch.finfo(getattr(torch, dtype)).bits // 8
-    cache = epoch.tokens * shape.hidden * size * (len(exits) + 1) if config.data.cache else 0
+    cache = epoch.tokens * shape.hidden * size * (len(heads) + 1) if config.data.cache else 0
     return [
         f"model      {config.model}, {shape.n_parameters / 1e6:,.1f} M parameters, {shape.n_layers} layers, {dtype}",
         f"device     {where}, trunk.shard={config.trunk.shard}, ZeRO stage {train.zero}",
         *(
             f"exit {exit_:<5} {_head(head)}, {budget.trained(head, shape) / 1e6:,.2f} M trainable"
-            for exit_, head in zip(exits, heads, strict=True)
+            for exit_, head in zip(exits or ["auto"] * len(heads), heads, strict=True)
         ),
+        *_choice(config, shape),
         f"data       about {epoch.tokens:,} tokens an epoch{epoch.note}",
         f"batch      {triple} tokens a step",
         f"steps      about {steps:,}, learning rate {train.lr:g}, a checkpoint every {train.save_every}",
@@ -73,6 +74,15 @@ def describe(config: TrainConfig) -> list[str]:
         f"run folder {config.run_dir} (settings, metrics, report.html, tokens/, answers/, features/, checkpoints/)",
         f"export     {config.heads_folder}" + (f", then the Hub: {config.export.push}" if config.export.push else ""),
         *epoch.shown,
+    ]
+
+
+def _choice(config: TrainConfig, shape: Shape) -> list[str]:
+    if config.exits != "auto":
+        return []
+    candidates = ", ".join(map(str, config.candidates_for(shape.n_layers)))
+    return [
+        f"exits      chosen when the run starts, by a short calibration, which a plan does not run, among {candidates}"
     ]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hispec.base import base_config, load_base, locate
-from hispec.config import HeadConfig
+from hispec.config import HeadConfig, check_exits
 from hispec.errors import ConfigError, DataError, FileError, first_line
 from hispec.heads import make_heads
 from hispec.linear import quicken
@@ -21,6 +21,8 @@ from hispec.push import check_login
 from hispec.train import packaged, ranks, sources, tiny
 from hispec.train.answers import Answers
 from hispec.train.batch import solve
+from hispec.train.calibrate import choose_exits
+from hispec.train.choice import Choice
 from hispec.train.config import TrainConfig
 from hispec.train.data import Document, MicroBatch, frequent_tokens, pack, text_documents
 from hispec.train.masks import encode_prompt, supervised
@@ -41,20 +43,24 @@ class Prepared:
         model: the trunk, with heads in its own precision for evaluation and export.
         heads: the same heads in float32, to be trained.
         batches: the packed data. held_out: prompts for evaluation, token ids.
+        choice: of the exits, where they were chosen by calibration.
     """
 
     model: HiSpecModel
     heads: nn.ModuleList
     batches: list[MicroBatch]
     held_out: list[list[int]]
+    choice: Choice | None
 
     @property
     def trunk(self) -> Trunk:
         return self.model.trunk
 
 
-def prepare(config: TrainConfig) -> Prepared:
+def prepare(config: TrainConfig, choice: Choice | None = None) -> Prepared:
     """Check the settings, encode the rows, load the trunk, write the answers, pack the data, make the heads.
+
+    `choice`: what exits=auto has come to in the run that goes on; else it is made once the data are there.
 
     Raises:
         ConfigError, FileError, DataError, UnsupportedModelError: the user's own mistakes, before the first step.
@@ -65,25 +71,31 @@ def prepare(config: TrainConfig) -> Prepared:
     n_layers = int(base_config(base, config.revision).get_text_config().num_hidden_layers)
     exits = config.exits_for(n_layers)
     micro_batch = micro_batch_of(config)
-    head_configs = config.heads_for(len(exits))
+    kinds = (config.heads or [config.head]) if exits is None else config.heads_for(len(exits))
     held_out = read_held_out(config)
     tokenizer = load_tokenizer(config, base)
     if config.data.own_prompts:
         opening_of(tokenizer)  # refuses what cannot write any
     tokens = read_tokens(config, tokenizer)
     trunk = load_trunk(config, base)
-    if trunk.final_norm is None and any(head.kind == "norm" for head in head_configs):
+    if trunk.final_norm is None and any(head.kind == "norm" for head in kinds):
         raise ConfigError("head.kind: 'norm' has nothing to train, this model has no final norm; use mlp or block")
     plain = HiSpecModel(trunk, tokenizer, nn.ModuleList(), base, config.revision)
     documents = documents_for(plain, tokens, config)
     batches = pack(documents, micro_batch, config.train.seed)
-    ids = _vocabularies(documents, head_configs, trunk)
+    vocab_ids = _vocabularies(documents, kinds, trunk)
+    if exits is None:
+        choice = choice or choose_exits(trunk, batches, config, vocab_ids[kinds[0]])
+        exits = check_exits(choice.exits, n_layers)
+        log.info("exits=auto: %s: %s", list(exits), choice.reason)
+    head_configs = config.heads_for(len(exits))
+    ids = [vocab_ids[head] for head in head_configs]
     torch.manual_seed(config.train.seed)
     heads = make_heads(trunk, exits, head_configs, ids).float()
     if trunk.dtype == torch.float32 and config.train.zero < 3:  # stage 3 has a product of its own
         quicken(heads)
     model = HiSpecModel(trunk, tokenizer, make_heads(trunk, exits, head_configs, ids), base, config.revision)
-    return Prepared(model, heads, batches, _held_out(plain, held_out, config))
+    return Prepared(model, heads, batches, _held_out(plain, held_out, config), choice)
 
 
 def load_trunk(config: TrainConfig, base: str) -> Trunk:
@@ -232,14 +244,12 @@ def documents_for(plain: HiSpecModel, tokens: Tokens, config: TrainConfig) -> li
     return documents
 
 
-def _vocabularies(documents: Sequence[Document], configs: Sequence[HeadConfig], trunk: Trunk) -> list[Tensor | None]:
-    sizes = [config.vocab_size for config in configs]
-    made = {
-        size: frequent_tokens(documents, size, trunk.vocab_size).to(trunk.device)
-        for size in set(sizes)
-        if size is not None
-    }
-    return [None if size is None else made[size] for size in sizes]
+def _vocabularies(
+    documents: Sequence[Document], kinds: Sequence[HeadConfig], trunk: Trunk
+) -> dict[HeadConfig, Tensor | None]:
+    sizes = {kind.vocab_size for kind in kinds if kind.vocab_size is not None}
+    made = {size: frequent_tokens(documents, size, trunk.vocab_size).to(trunk.device) for size in sizes}
+    return {kind: None if kind.vocab_size is None else made[kind.vocab_size] for kind in kinds}
 
 
 def _held_out(plain: HiSpecModel, rows: Sequence[Row], config: TrainConfig) -> list[list[int]]:
