@@ -99,9 +99,9 @@ class Bench:
         model, options = self.model, self.options
         ways = {name: (own.exits, own.policy) for name, own in self.contestants.items() if name not in HF}
         return {
-            "format": 1,
+            "format": 2,
             "complete": self.complete,
-            "results": make_rows(self.turns, list(self.contestants), ways),
+            "rows": make_rows(self.turns, list(self.contestants), ways),
             "base": model.base,
             "exits": list(model.exits),
             "dtype": str(model.trunk.dtype).removeprefix("torch."),

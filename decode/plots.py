@@ -117,7 +117,11 @@ def time_split(result: dict[str, Any]) -> Figure | None:
     figure, axes = _figure(10.5, 2.2 + 0.62 * len(rows))
     per_token = [1000 * row["seconds"] / row["tokens"] for row in rows]
     left = [0.0] * len(rows)
-    parts = ["prompts", *dict.fromkeys(n for row in rows for n in level_names(len(row["acceptance"]) + 1)), "other"]
+    parts = [
+        "prompts",
+        *dict.fromkeys(n for row in rows for n in level_names(len(row["acceptance"] or ()) + 1)),
+        "other",
+    ]
     parts = sorted(parts, key=lambda part: list(_PARTS).index(part.split()[0]))
     for part in parts:
         widths = [(row["time_share"] or {}).get(part, 0.0) * whole for row, whole in zip(rows, per_token, strict=True)]
@@ -163,11 +167,11 @@ def heat_map(result: dict[str, Any]) -> Figure | None:
 
 def batches(result: dict[str, Any]) -> Figure | None:
     """Tokens per second over the batch size, one line per contestant."""
-    sizes = sorted({row["batch"] for row in result["results"]})
+    sizes = sorted({row["batch"] for row in result["rows"]})
     if len(sizes) < 2:
         return None
     main = _main(result)[0]["prompt_set"]
-    rows = [row for row in _without_sweep(result["results"]) if row["prompt_set"] == main]
+    rows = [row for row in _without_sweep(result["rows"]) if row["prompt_set"] == main]
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     figure, axes = _figure(10)
     for number, name in enumerate(names):
@@ -195,7 +199,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _smallest_batch(result: dict[str, Any]) -> int:
-    return min(int(row["batch"]) for row in result["results"])
+    return min(int(row["batch"]) for row in result["rows"])
 
 
 def _main(result: dict[str, Any]) -> list[Row]:

@@ -36,7 +36,7 @@ def report(result: dict[str, Any]) -> str:
 def blocks(result: dict[str, Any]) -> list[list[Row]]:
     """The rows of each prompt set and batch size, in order."""
     grouped: dict[tuple[str, int], list[Row]] = {}
-    for row in result["results"]:
+    for row in result["rows"]:
         grouped.setdefault((row["prompt_set"], row["batch"]), []).append(row)
     return list(grouped.values())
 
@@ -88,13 +88,13 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
                 f"the results cannot be compared: {name} is {one[name]!r} in one, {two[name]!r} in the other"
             )
     lines = [f"differs: {name}: {one[name]} -> {two[name]}" for name in one if one[name] != two[name]]
-    theirs = {_key(row): row for row in after["results"]}
-    pairs = [(row, theirs[_key(row)]) for row in before["results"] if _key(row) in theirs]
+    theirs = {_key(row): row for row in after["rows"]}
+    pairs = [(row, theirs[_key(row)]) for row in before["rows"] if _key(row) in theirs]
     if not pairs:
         raise DataError("the results cannot be compared: no prompt set, contestant and batch size is in both")
     head = ["", "tokens/s", "", "ratio", "vs plain", "", "settings"]
     table = [head, *([*_both(a, b)] for a, b in pairs)]
-    mine = {_key(row) for row in before["results"]}
+    mine = {_key(row) for row in before["rows"]}
     for which, only in (("first", mine - set(theirs)), ("second", set(theirs) - mine)):
         lines += [f"in the {which} only: {' '.join(map(str, key))}" for key in sorted(only)]
     return "\n".join([*lines, *_grid(table)])
@@ -137,7 +137,7 @@ def _line(row: Row) -> list[str]:
         f"({low:.1f}..{high:.1f})",
         f"{row['ratio_to_plain']:.2f}x",
         f"({quarters[0]:.2f}..{quarters[1]:.2f})",
-        " ".join(_percent(share) for share in row["acceptance"]) or "-",
+        " ".join(_percent(share) for share in row["acceptance"] or ()) or "-",
         "-" if per_pass is None else f"{per_pass:.2f}",
         "not measured" if peak is None else f"{peak / 2**30:.2f} GiB",
         "yes" if row["identical"] else f"NO ({same} of {n})",

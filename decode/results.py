@@ -11,6 +11,8 @@ from hispec.decode.stats import Stats
 from hispec.errors import DataError, FileError
 
 Row = dict[str, Any]
+# What only our engine counts.
+_COUNTED = ("acceptance", "acceptance_by_position", "judged_by_position", "tokens_per_full_pass", "time_share")
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,7 @@ def _row(name: str, prompt_set: str, turns: Sequence[Turn], way: tuple[Any, Any]
 def _counted(stats: Sequence[Stats], seconds: float) -> Row:
     """Acceptance, tokens per full pass and where the time went; of `seconds`, what no level had is `other`."""
     if not stats:
-        none = dict.fromkeys(("acceptance_by_position", "judged_by_position", "tokens_per_full_pass", "time_share"))
-        return {"acceptance": [], **none}
+        return dict.fromkeys(_COUNTED)
     levels = list(zip(*(s.levels for s in stats), strict=True))
     judging = levels[1:]
     judged = [_summed([level.judged_at for level in of]) for of in judging]
@@ -106,7 +107,8 @@ def _counted(stats: Sequence[Stats], seconds: float) -> Row:
     }
     times["other"] = seconds - sum(times.values())
     return {
-        "acceptance": [sum(a) / sum(j) if sum(j) else None for a, j in zip(accepted, judged, strict=True)],
+        # Nobody judges where nobody drafts.
+        "acceptance": [sum(a) / sum(j) if sum(j) else None for a, j in zip(accepted, judged, strict=True)] or None,
         "acceptance_by_position": [
             [a / j for a, j in zip(a_at, j_at, strict=True)] for a_at, j_at in zip(accepted, judged, strict=True)
         ],
@@ -159,8 +161,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         data = json.loads(path.read_text())
-        if not isinstance(data["results"], list) or not data["results"]:
-            raise KeyError("results")
+        if not isinstance(data["rows"], list) or not data["rows"]:
+            raise KeyError("rows")
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):

@@ -78,7 +78,7 @@ def measured(heads: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
 
 def test_the_json_has_a_row_per_prompt_set_contestant_and_batch(measured: tuple[str, Path]) -> None:
     result = json.loads((measured[1] / "a.json").read_text())
-    rows = result["results"]
+    rows = result["rows"]
     assert all(set(row) == KEYS for row in rows) and result["complete"]
     contestants = ["plain", "one_exit", "two_exits", "long", "sweep 2", "sweep 2,4", "sweep 4", "hf"]
     for batch, more in ((1, {"hf_prompt_lookup", "hf_early_exit"}), (2, set())):
@@ -91,19 +91,36 @@ def test_the_json_has_a_row_per_prompt_set_contestant_and_batch(measured: tuple[
     assert result["dtype"] == "float32" and result["prompt_sets"]["one"]["prompts"] == 3
 
 
+def test_others_find_the_figures_of_a_row_by_these_names(measured: tuple[str, Path]) -> None:
+    # Whoever reads results written here relies on them: keys, kinds of value, and null where nobody judges.
+    kinds = {
+        "prompt_set": str, "contestant": str, "batch": int, "tokens_per_s": float, "ratio_to_plain": float,
+        "identical": bool,
+    }  # fmt: skip
+    levels = {"plain": 0, "hf": 0, "hf_prompt_lookup": 0, "one_exit": 1, "two_exits": 2, "long": 2}
+    for row in json.loads((measured[1] / "a.json").read_text())["rows"]:
+        assert all(type(row[key]) is kind for key, kind in kinds.items())
+        shares, name = row["acceptance"], row["contestant"]
+        if name in levels:
+            assert shares is None if levels[name] == 0 else len(shares) == levels[name]
+        assert all(0.0 <= share <= 1.0 for share in shares or ())
+        per_pass = row["tokens_per_full_pass"]
+        assert per_pass is None if name.startswith("hf") else per_pass >= 1.0
+
+
 def test_every_contestant_says_what_plain_decoding_says(measured: tuple[str, Path]) -> None:
-    rows = json.loads((measured[1] / "a.json").read_text())["results"]
+    rows = json.loads((measured[1] / "a.json").read_text())["rows"]
     assert all(row["identical"] for row in rows)
     by = {(row["prompt_set"], row["batch"], row["contestant"]): row for row in rows}
     assert by["one", 1, "hf"]["identical_outputs"] == [6, 6] and by["all", 2, "long"]["identical_outputs"] == [8, 8]
     assert by["all", 1, "plain"]["ratio_to_plain"] == 1.0 and by["all", 1, "plain"]["tokens"] == 2 * 4 * 6
     assert by["all", 1, "plain"]["tokens_per_full_pass"] == 1.0
     assert by["all", 1, "two_exits"]["exits"] == [2, 4] and by["all", 1, "sweep 4"]["exits"] == [4]
-    assert len(by["all", 1, "two_exits"]["acceptance"]) == 2 and by["all", 1, "hf"]["acceptance"] == []
+    assert len(by["all", 1, "two_exits"]["acceptance"]) == 2 and by["all", 1, "hf"]["acceptance"] is None
 
 
 def test_p02_the_split_of_the_time_is_whole(measured: tuple[str, Path]) -> None:
-    rows = json.loads((measured[1] / "a.json").read_text())["results"]
+    rows = json.loads((measured[1] / "a.json").read_text())["rows"]
     parts = {"plain": [], "one_exit": ["draft"], "two_exits": ["draft", "intermediate"]}
     for row in rows:
         if row["contestant"] in parts:
@@ -135,7 +152,7 @@ def test_acceptance_is_counted_by_position() -> None:
 
 
 def test_positions_of_a_run_add_up_to_its_acceptance(measured: tuple[str, Path]) -> None:
-    rows = json.loads((measured[1] / "a.json").read_text())["results"]
+    rows = json.loads((measured[1] / "a.json").read_text())["rows"]
     row = next(row for row in rows if row["contestant"] == "long" and row["prompt_set"] == "all")
     assert len(row["judged_by_position"]) == 2 and len(row["judged_by_position"][0]) <= 3
     for share, shares, judged in zip(
@@ -159,10 +176,15 @@ def test_the_table_shows_all_of_it(measured: tuple[str, Path]) -> None:
 def test_p01_slower_than_plain_is_said_with_what_to_do() -> None:
     from hispec.decode.report import warnings
 
-    def row(name: str, ratio: float, acceptance: list[float]) -> dict[str, Any]:
+    def row(name: str, ratio: float, acceptance: list[float] | None) -> dict[str, Any]:
         return {"contestant": name, "ratio_to_plain": ratio, "acceptance": acceptance}
 
-    rows = [row("plain", 1.0, []), row("hf", 0.5, []), row("one_exit", 1.2, [0.6]), row("two_exits", 0.8, [0.1, 0.1])]
+    rows = [
+        row("plain", 1.0, None),
+        row("hf", 0.5, None),
+        row("one_exit", 1.2, [0.6]),
+        row("two_exits", 0.8, [0.1, 0.1]),
+    ]
     (line,) = warnings(rows)
     assert line.startswith("warning: slower than plain decoding: two_exits 0.80x. Decode plainly (exits=[])")
     assert warnings(rows[:3]) == []
@@ -191,7 +213,7 @@ def test_pictures_are_labelled_with_units_and_nothing_is_cut_off(measured: tuple
         "batches": ("batch size (sequences)", "speed, whole batch (tokens/s)"),
     }
     result = json.loads((measured[1] / "a.json").read_text())
-    alone = result | {"results": [row for row in result["results"] if row["prompt_set"] == "one"]}
+    alone = result | {"rows": [row for row in result["rows"] if row["prompt_set"] == "one"]}
     for drawn in (figures(result), figures(alone)):
         assert {name: (f.axes[0].get_xlabel(), f.axes[0].get_ylabel()) for name, f in drawn.items()} == labels
         assert drawn["speed"].get_supxlabel().startswith("speed (tokens/s)")
@@ -218,10 +240,10 @@ def test_without_matplotlib_the_rest_comes_and_a_line_says_what_to_install(
 
 def test_compare_shows_ratios_and_what_differs(typed: Typed, measured: tuple[str, Path], tmp_path: Path) -> None:
     result = json.loads((measured[1] / "a.json").read_text())
-    for row in result["results"]:
+    for row in result["rows"]:
         row["tokens_per_s"] *= 2
     result["threads"] = 7
-    result["results"] = [row for row in result["results"] if row["contestant"] != "hf"]
+    result["rows"] = [row for row in result["rows"] if row["contestant"] != "hf"]
     (tmp_path / "b.json").write_text(json.dumps(result))
     out = typed("compare", measured[1] / "a.json", tmp_path / "b.json")
     assert "differs: threads: 1 -> 7\n" in out and "in the first only: all hf 1\n" in out
@@ -405,7 +427,7 @@ def test_ctrl_c_keeps_what_is_finished(
     out, err = capsys.readouterr()
     assert caught.value.code == 130 and err.endswith("interrupted\n") and "stopped early" in out
     result = json.loads((tmp_path / "a.json").read_text())
-    assert not result["complete"] and [row["identical_outputs"] for row in result["results"]] == [[2, 2]] * 3
+    assert not result["complete"] and [row["identical_outputs"] for row in result["rows"]] == [[2, 2]] * 3
 
 
 def test_help_teaches_without_torch() -> None:
