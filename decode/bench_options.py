@@ -103,6 +103,8 @@ class BenchOptions(Config):
     """Times that everything is measured."""
     seed: int = Field(default=0, ge=0)
     """Draws the prompts."""
+    costs: bool = True
+    """Say what a pass of each level costs here at batch 1, and what speed that allows if every draft stood."""
     training: list[str] = []
     """What the heads were trained on: no prompt measured here may occur in these files, packaged lists or answers/ of a
     run."""

@@ -13,7 +13,8 @@ from tqdm import tqdm
 from hispec.decode import machine, overlap
 from hispec.decode.bench_options import BenchOptions
 from hispec.decode.blocks import blocks_for
-from hispec.decode.contestants import HF, Contestant, ours, wanted
+from hispec.decode.ceiling import ceilings
+from hispec.decode.contestants import HF, Contestant, hierarchies, ours, wanted
 from hispec.decode.hf import HuggingFace
 from hispec.decode.prompt_sets import Prompts, load_prompts
 from hispec.decode.prompts import chat_ids
@@ -54,7 +55,7 @@ class Bench:
     """A run.
 
     Attributes:
-        turns: what is finished. left_out: who could not take part, and why.
+        turns: what is finished. left_out: who could not take part, and why. costs: what passes cost, once measured.
     """
 
     def __init__(self, options: BenchOptions) -> None:
@@ -73,6 +74,7 @@ class Bench:
         texts = {name: drawn.texts for name, drawn in self.drawn.items()}
         self.overlap = overlap.find(options.training, texts) if options.training else {}
         self.turns: list[Turn] = []
+        self.costs: dict[str, Any] | None = None
         self.complete = False
 
     def run(self) -> None:
@@ -80,9 +82,12 @@ class Bench:
         tasks = {batch: self._tasks(batch) for batch in self.options.batches}
         n_turns = sum(map(len, tasks.values()))
         library = HuggingFace(self.model) if HF & set(self.contestants) else None
+        exits = hierarchies(self.contestants) if self.options.costs else {}
         with tqdm(total=n_turns, desc="bench", unit="turn", disable=None) as bar:
             for batch, own in tasks.items():
                 with self._group(batch, library) as group:
+                    if batch == 1 and exits:
+                        self.costs = ceilings(self.model, exits)
                     for contestant in group:
                         contestant.run(own[0].prompts, _WARM_TOKENS)
                     for task in own:
@@ -102,6 +107,7 @@ class Bench:
             "format": 2,
             "complete": self.complete,
             "rows": make_rows(self.turns, list(self.contestants), ways),
+            "costs": self.costs,
             "base": model.base,
             "exits": list(model.exits),
             "dtype": str(model.trunk.dtype).removeprefix("torch."),

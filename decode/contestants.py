@@ -1,7 +1,7 @@
 """Ways to decode that are measured against each other: ours, by exits and policy; Hugging Face's are in hf.py."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,6 +67,15 @@ def wanted(options: BenchOptions, exits: Sequence[int]) -> tuple[dict[str, Conte
             own = ContestantOptions(exits=list(chosen), policy=options.sweep.policy)
             taking_part[SWEEP + ",".join(map(str, chosen))] = _filled("sweep", own, exits)
     return taking_part, left_out
+
+
+def hierarchies(contestants: Mapping[str, ContestantOptions]) -> dict[str, list[int]]:
+    """The exits of those that have some, each choice of exits once; those of the sweep left out."""
+    chosen: dict[tuple[int, ...], str] = {}
+    for name, own in contestants.items():
+        if name not in HF and own.exits and not name.startswith(SWEEP):
+            chosen.setdefault(tuple(own.exits), name)
+    return {name: list(exits) for exits, name in chosen.items()}
 
 
 def _filled(name: str, own: ContestantOptions, exits: Sequence[int]) -> ContestantOptions:

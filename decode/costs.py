@@ -25,6 +25,8 @@ from hispec.decode.machine import processor
 from hispec.decode.runner import Eager
 
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
+# Rows of one sequence in a pass, at most: more than the longest draft and the token before it.
+PER_SEQUENCE = 16
 CONTEXT = 64
 ROUNDS = 5
 
@@ -58,7 +60,7 @@ def costs_of(levels: Sequence[Level], cache: KVCache, max_batch: int, model_key:
 
     `model_key` tells models and heads apart. `cache` must hold `max_batch` sequences of CONTEXT + 64 tokens.
     """
-    rows = [n for n in ROWS if n <= 8 * max_batch]
+    rows = [n for n in ROWS if n <= PER_SEQUENCE * max_batch]
     if ranks.joined():
         # They measure together, and decide alike: by what the first one measured.
         return Costs(ranks.share(measure(levels, cache, max_batch, rows).seconds), rows)
@@ -117,7 +119,7 @@ def _parts(level: Level, n_rows: int, max_batch: int) -> list[Part]:
 
 def blocks_needed(max_batch: int) -> int:
     """Blocks of the cache that `measure` wants."""
-    return max(min(max_batch, n) * blocks_for(CONTEXT + n) for n in ROWS if n <= 8 * max_batch)
+    return max(min(max_batch, n) * blocks_for(CONTEXT + n) for n in ROWS if n <= PER_SEQUENCE * max_batch)
 
 
 def _wait(x: torch.Tensor) -> None:
@@ -130,7 +132,7 @@ def _key(levels: Sequence[Level], cache: KVCache, max_batch: int, model_key: str
         torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else f"{processor()} x {os.cpu_count()}"
     )
     parts = [
-        model_key, device, str(levels[0].trunk.dtype), torch.get_num_threads(), max_batch,
+        model_key, device, str(levels[0].trunk.dtype), torch.get_num_threads(), max_batch, PER_SEQUENCE,
         [name_of(level, True) for level in levels], *(metadata.version(name) for name in ("torch", "transformers")),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:24]

@@ -30,6 +30,8 @@ def report(result: dict[str, Any]) -> str:
         lines.append("stopped early: what follows is what was finished")
     for rows in blocks(result):
         lines += ["", *block(rows)]
+    if result["costs"] is not None:
+        lines += ["", *costs(result["costs"])]
     return "\n".join(lines)
 
 
@@ -72,6 +74,29 @@ def warnings(rows: Sequence[Row]) -> list[str]:
     return [
         f"warning: slower than plain decoding: {named}. Decode plainly (exits=[]), with fewer exits or shorter drafts"
         " (policy=fixed:1), or train the heads on more text like this: drafts have to be accepted to pay"
+    ]
+
+
+def costs(found: dict[str, Any]) -> list[str]:
+    """What passes cost, and what a contestant can come to by that."""
+    passes = [["  plain", "", *(f"{ms:.1f}" for ms in found["plain_ms"])]]
+    ratios = []
+    for own in found["contestants"]:
+        for part in own["levels"]:
+            name, (start, stop) = f"  {own['contestant']}, {part['level']}", part["layers"]
+            passes.append([name, f"{start}-{stop}", *(f"{ms:.1f}" for ms in part["ms"])])
+        needed = [
+            "out of reach" if it["acceptance"] is None else f"{it['acceptance']:.0%} (drafts of {it['drafts']})"
+            for it in own["needed"]
+        ]
+        ratios.append([f"  {own['contestant']}", *(f"{ratio:.2f}x" for ratio in own["at_full_acceptance"]), *needed])
+    targets = [f"{it['ratio']:.1f}x takes" for it in found["contestants"][0]["needed"]]
+    return [
+        f"what a pass costs here, in ms, by its rows (batch {found['batch']})",
+        *_grid([["", "layers", *map(str, found["rows"])], *passes]),
+        "what that allows: ratio to plain if every draft stood, by its length (with several exits, one full pass for"
+        " 1, 2 or 4 drafts, as is best); and how much must be accepted, at every level, for a ratio",
+        *_grid([["", *map(str, found["drafts"]), *targets], *ratios]),
     ]
 
 

@@ -1,12 +1,14 @@
 """hispec-bench as it is typed: what it measures, prints, writes and refuses. No figure of speed is tested."""
 
 import gzip
+import html
 import importlib.util
 import io
 import json
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,14 @@ KEYS = {
     "ratio_quartiles", "ratio_per_turn", "identical", "identical_outputs", "acceptance", "acceptance_by_position",
     "judged_by_position", "tokens_per_full_pass", "time_share", "tokens", "seconds", "repeats", "peak_memory_bytes",
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Costs are measured here, and not remembered for others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HISPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +181,39 @@ def test_the_table_shows_all_of_it(measured: tuple[str, Path]) -> None:
     assert "accepted by position in the draft" in printed and "share of the time" in printed
     assert "hf_prompt_lookup is left out at batch 2: generate speculates for one prompt at a time" in printed
     assert " yes" in printed and "NO (" not in printed
+
+
+def test_costs_and_what_they_allow_are_told_of_every_hierarchy(measured: tuple[str, Path]) -> None:
+    printed, folder = measured
+    found = json.loads((folder / "a.json").read_text())["costs"]
+    assert found["batch"] == 1 and found["rows"] == found["drafts"] == [1, 2, 4, 8]
+    # `long` has the exits of two_exits: the same costs.
+    assert [(own["contestant"], own["exits"]) for own in found["contestants"]] == [
+        ("one_exit", [2]), ("two_exits", [2, 4]),
+    ]  # fmt: skip
+    spans = {own["contestant"]: [(part["level"], part["layers"]) for part in own["levels"]]
+             for own in found["contestants"]}  # fmt: skip
+    assert spans == {
+        "one_exit": [("draft", [0, 2]), ("full", [2, 6])],
+        "two_exits": [("draft", [0, 2]), ("intermediate", [2, 4]), ("full", [4, 6])],
+    }
+    for own in found["contestants"]:
+        assert len(own["at_full_acceptance"]) == 4 and [it["ratio"] for it in own["needed"]] == [1.0, 1.5]
+        assert all(ms > 0 for part in own["levels"] for ms in part["ms"])
+    for where in (printed, html.unescape((folder / "plots" / "report.html").read_text())):
+        lines = where.partition("what a pass costs here, in ms, by its rows (batch 1)\n")[2].splitlines()
+        names = ["layers", "plain", "one_exit, draft", "one_exit, full", "two_exits, draft", "two_exits, intermediate",
+                 "two_exits, full", "what that allows", "", "one_exit", "two_exits"]  # fmt: skip
+        assert all(line.strip().startswith(name) for line, name in zip(lines, names, strict=False))
+        assert lines[8].split() == ["1", "2", "4", "8", "1.0x", "takes", "1.5x", "takes"]
+
+
+def test_costs_can_be_left_out_and_are_of_single_sequences(typed: Typed, heads: Path, tmp_path: Path) -> None:
+    words = [f"model={heads}", "max_prompts=1", "max_prompt_tokens=60", "max_new_tokens=2", "repeats=1",
+             "contestants=plain,one_exit", f"output={tmp_path / 'a.json'}"]  # fmt: skip
+    for word in ("costs=false", "batches=[2]"):
+        assert "what a pass costs" not in typed(*words, word)
+        assert json.loads((tmp_path / "a.json").read_text())["costs"] is None
 
 
 def test_p01_slower_than_plain_is_said_with_what_to_do() -> None:
@@ -400,6 +443,7 @@ def test_the_seed_draws_the_prompts() -> None:
         (["contestants.a.exits=[3]"], "a wants exit 3, which has no head; this model has [2, 4]"),
         (["sweep.exits=[1,2]"], "sweep wants exit 1, which has no head"),
         (["contestants.one_exit.policy=clever"], "policy: 'clever' is unknown"),
+        (["contestants.a.exits=[4,2]"], "exits: [4, 2] must rise"),
         (["max_prompt_tokens=1"], "prompts.held_out: none of 24 prompts has 1 tokens or fewer"),
         (["heads=shared"], "heads=shared needs the exits"),
         (["training=nowhere.jsonl"], "cannot read nowhere.jsonl"),
