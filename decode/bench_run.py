@@ -89,7 +89,7 @@ class Bench:
                     if batch == 1 and exits:
                         self.costs = ceilings(self.model, exits)
                     for contestant in group:
-                        contestant.run(own[0].prompts, _WARM_TOKENS)
+                        contestant.run(own[0].prompts, min(_WARM_TOKENS, self.options.max_new_tokens))
                     for task in own:
                         by = {}
                         for contestant in group[task.first % len(group) :] + group[: task.first % len(group)]:

@@ -538,6 +538,12 @@ def test_a_model_without_heads_is_measured_with_who_remains(typed: Typed, base: 
     assert rows == ["hf", "plain"]
 
 
+def test_few_tokens_are_room_enough_for_the_warm_up(typed: Typed, heads: Path, tmp_path: Path) -> None:
+    words = [f"model={heads}", "contestants=plain", "max_new_tokens=2", "repeats=1"]
+    for length in (13, 14, 15):  # with two tokens a block of 16, or one less or more
+        assert "1 prompts" in typed(*words, f"prompts.mine={prompt_file(tmp_path / 'mine.jsonl', 'a' * length)}")
+
+
 def test_statistics_start_anew() -> None:
     stats = Stats([LevelStats(2), LevelStats(6)])
     stats.add_time(1, 0.5, for_prompts=True)
