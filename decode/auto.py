@@ -7,16 +7,20 @@ again now and then. Drafting goes on while the next draft is likely enough to st
 
     chance that all drafts so far stand x chance that one more does x seconds a token is worth  >  seconds of one more
 
+What the text itself offers, looked up, costs no layer before it is judged. It is taken where that is expected to bring
+more tokens a second than the hierarchy does; how often such a token stands is followed for all hierarchies at once.
+
 Nothing of this looks at what a token is, so the output stays the full model's.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hispec.decode.costs import Costs
 from hispec.decode.hierarchy import Exits
 from hispec.decode.level import Level
-from hispec.decode.policy import NOTHING_SEEN, Action, Sight
+from hispec.decode.policy import NOTHING_SEEN, Action, Sight, bring_up
 
 MAX_DRAFT, MAX_WAITING = 8, 16
 # Verdicts after which a hierarchy's own figures count, and those after which the past is worth half.
@@ -24,7 +28,8 @@ ENOUGH, HALF_LIFE = 6, 64
 DECAY = 0.5 ** (1 / HALF_LIFE)
 # Another hierarchy must be better by this much, or noise would move sequences to and fro.
 BETTER = 1.02
-# One of so many new sequences tries a hierarchy that did not look best.
+# One of so many new sequences tries a hierarchy that did not look best; of one of so many offers of the text that did
+# not look worth it, a token is taken.
 TRY_EVERY = 16
 N_BINS = 10
 
@@ -71,6 +76,9 @@ class AutoPolicy:
         self.hierarchies, self.costs = hierarchies, costs
         self.choose: Callable[[Iterable[int]], int] = min
         self.accounts = {exits: Account(_prior(exits, prior)) for exits in hierarchies}
+        # By how many tokens in a row stood before: whether a looked-up token stands.
+        self.found: defaultdict[int, Chance] = defaultdict(lambda: Chance(1.0, 2.0))
+        self._declined: Counter[int] = Counter()
         self._started, self.batch = 0, 1
 
     # What runs.
@@ -97,6 +105,10 @@ class AutoPolicy:
         """See `Policy.next`."""
         self.batch = sight.batch
         last = len(counts) - 1
+        if sight.looked_up:
+            return bring_up(counts, length)
+        if sight.offered and (n := self._taken(sight)):
+            return Action(0, read=last == 0, looked_up=n)
         if last == 0:
             return Action(0, read=True)
         if ended:
@@ -115,6 +127,26 @@ class AutoPolicy:
             if stands * worth > self._share(levels[0], 1, read=False):
                 return Action(0, read=False)
         return Action(1, read=True)
+
+    def _taken(self, sight: Sight) -> int:
+        """How many of the tokens offered by the text are taken: as many as gain most over going on without them."""
+        levels, chance, worth = (
+            self.hierarchies[sight.exits],
+            self.found[sight.matched].mean,
+            1 / self.rate(sight.exits),
+        )
+        best, most = 0, 0.0
+        tokens = stands = 1.0
+        for n in range(1, sight.offered + 1):
+            stands *= chance
+            tokens += stands
+            seconds = sum(self._share(level, n + 1, read=level is levels[-1]) for level in levels)
+            if tokens * worth - seconds > most:
+                best, most = n, tokens * worth - seconds
+        if best == 0:
+            self._declined[sight.matched] += 1
+            return int(self._declined[sight.matched] % TRY_EVERY == 0)
+        return best
 
     def _round(self, counts: Sequence[int], levels: Sequence[Level], account: Account, worth: float) -> Action:
         """Nothing is drafted: verify what waits below a level, or draft on."""
@@ -143,6 +175,10 @@ class AutoPolicy:
         account.accepted[level - 1].see(accepted, accepted + rejected)
         for number, value in enumerate(sure):
             account.sure[min(int(value * N_BINS), N_BINS - 1)].see(number < accepted, 1)
+
+    def looked_up(self, matched: int, accepted: int, rejected: bool) -> None:
+        """The last level has decided on tokens that the text offered where `matched` tokens stood before."""
+        self.found[matched].see(accepted, accepted + rejected)
 
     def earned(self, exits: Exits, tokens: int) -> None:
         """The last level has committed tokens."""

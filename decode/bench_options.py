@@ -39,7 +39,9 @@ contestants
   plain             this engine without heads; always there, the others are measured against it
   one_exit          drafts from the shallowest exit, verified by the full model
   two_exits         hierarchical: drafts from the shallowest exit, judged at the next, verified by the full model
-  auto              all exits, and a policy that decides by what it measures
+  plain_lookup      plain, and the full model verifies what followed the last few tokens earlier in the same text
+  two_exits_lookup  two_exits, where that finds nothing
+  auto              all exits and lookup, and a policy that decides by what it measures
   hf                Hugging Face's generate
   hf_prompt_lookup  ... with prompt_lookup_num_tokens
   hf_early_exit     ... with assistant_early_exit, where the model can leave early
@@ -56,6 +58,8 @@ class ContestantOptions(Config):
     """Exits it uses; [] is plain decoding; null: what its name says, for your own ones all. hf_early_exit takes one."""
     policy: str | None = None
     """Policy; null: fixed:1 with one exit, fixed:1,1 with more, auto for auto. Short drafts suit weak exits."""
+    lookup: bool | None = None
+    """Whether tokens found earlier in the same text are drafts too; null: what the name says, with policy auto yes."""
     tokens: int = Field(default=10, ge=1)
     """hf_prompt_lookup: tokens copied from the prompt at a time."""
 

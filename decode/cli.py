@@ -104,6 +104,7 @@ def _decoder(options: DecodeOptions) -> "Decoder":
     return Decoder(
         model,
         policy=options.policy,
+        lookup=options.lookup,
         max_batch=options.max_batch,
         kv_blocks=options.kv_blocks,
         prefill_chunk=options.prefill_chunk,

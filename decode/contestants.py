@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 # Prompts and most new tokens in, new tokens out.
 Run = Callable[[list[list[int]], int], list[list[int]]]
 # Exits that a contestant needs because of its name, and takes from the shallowest on.
-_N_EXITS = {"plain": 0, "one_exit": 1, "two_exits": 2}
+_N_EXITS = {"plain": 0, "plain_lookup": 0, "one_exit": 1, "two_exits": 2, "two_exits_lookup": 2}
+_LOOKUP = {"plain_lookup", "two_exits_lookup"}
 SWEEP = "sweep "
 HF = {"hf", "hf_prompt_lookup", "hf_early_exit"}
 
@@ -55,7 +56,7 @@ def wanted(options: BenchOptions, exits: Sequence[int]) -> tuple[dict[str, Conte
         if name in HF:
             taking_part[name] = own
             continue
-        need = _N_EXITS.get(name, 1)
+        need = 0 if name == "auto" else _N_EXITS.get(name, 1)
         if own.exits is None and len(exits) < need:
             left_out.append(f"{name} is left out: it needs {need} exits with heads, this model has {list(exits)}")
             continue
@@ -83,7 +84,8 @@ def _filled(name: str, own: ContestantOptions, exits: Sequence[int]) -> Contesta
     if bad := [e for e in used if e not in exits]:
         raise ConfigError(f"contestants: {name} wants exit {bad[0]}, which has no head; this model has {list(exits)}")
     policy = own.policy or ("auto" if name == "auto" else "fixed:1" if len(used) < 2 else "fixed:1,1")
-    return ContestantOptions(exits=used, policy=policy, tokens=own.tokens)
+    lookup = True if own.lookup is None and name in _LOOKUP else own.lookup
+    return ContestantOptions(exits=used, policy=policy, lookup=lookup, tokens=own.tokens)
 
 
 def ours(model: "HiSpecModel", name: str, own: ContestantOptions, batch: int, kv_blocks: int) -> Contestant:
@@ -98,7 +100,13 @@ def ours(model: "HiSpecModel", name: str, own: ContestantOptions, batch: int, kv
     assert own.exits is not None and own.policy is not None
     # Nobody is to profit from prompts that begin alike.
     decoder = Decoder(
-        model, exits=own.exits, policy=own.policy, max_batch=batch, kv_blocks=kv_blocks, prefix_cache=False
+        model,
+        exits=own.exits,
+        policy=own.policy,
+        lookup=own.lookup,
+        max_batch=batch,
+        kv_blocks=kv_blocks,
+        prefix_cache=False,
     )
 
     def run(prompts: list[list[int]], n: int) -> list[list[int]]:

@@ -57,6 +57,7 @@ class Decoder:
         *,
         exits: Sequence[int] | None = None,
         policy: str = "fixed:2,4",
+        lookup: bool | None = None,
         max_batch: int = 8,
         kv_blocks: int | None = None,
         prefill_chunk: int = 512,
@@ -71,6 +72,8 @@ class Decoder:
         `policy`: `fixed:DRAFT,VERIFY`, draft length and how many survivors the full model waits for; behind `:now`, a
         sequence does not wait for the others of its batch. `auto` chooses by what passes cost on this machine and by
         what is accepted; what it has learned serves the next call too.
+        `lookup`: what followed the last few tokens earlier in the same text is proposed too; null: where `auto` finds
+        that it pays. True with a fixed policy: wherever there is something, before anything is drafted.
         `max_batch`: most sequences decoded at a time. `kv_blocks`: size of the KV pool in blocks of 16 tokens; by
         default what the largest `max_batch` requests of a call may need. A pool that is too small for that is shared
         out as far as it goes, and the youngest requests wait or run again later.
@@ -98,6 +101,7 @@ class Decoder:
         self.max_batch, self.kv_blocks = max_batch, kv_blocks
         self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
         self.stop_ids = _stop_ids(model)
+        self.lookup = policy == "auto" if lookup is None else lookup
         self._requests: dict[int, list[Live]] = {}
         self._n_requests = 0
         self.exact, self.graphs = exact, graphs
@@ -303,7 +307,7 @@ class Decoder:
     def _new_engine(self, n_blocks: int) -> Engine:
         cache, pool = make_cache(self.levels, n_blocks), BlockPool(n_blocks, self.prefix_cache)
         runner = make_runner(cache, self.model.trunk, graphs=self.graphs, exact=self.exact)
-        return Engine(self.levels, self.policy, cache, pool, self.max_batch, self.prefill_chunk, runner)
+        return Engine(self.levels, self.policy, cache, pool, self.max_batch, self.prefill_chunk, runner, self.lookup)
 
     def _auto(self) -> AutoPolicy:
         hierarchies = make_hierarchies(self.levels)

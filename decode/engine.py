@@ -15,6 +15,7 @@ from hispec.decode.blocks import BLOCK_SIZE, BlockPool, blocks_for
 from hispec.decode.cache import KVCache
 from hispec.decode.hierarchy import exits_of
 from hispec.decode.level import Judged, Level, Task
+from hispec.decode.lookup import NOTHING
 from hispec.decode.policy import Action, Policy, Sight
 from hispec.decode.request import FinishReason
 from hispec.decode.runner import Eager, Runner
@@ -40,16 +41,19 @@ class Engine:
         max_batch: int,
         prefill_chunk: int = 512,
         runner: Runner | None = None,
+        lookup: bool = False,
     ) -> None:
         """`prefill_chunk`: most prompt tokens that are on their way through the levels at a time.
 
-        `runner`: how passes over `cache` are carried out; as they come, by default.
+        `runner`: how passes over `cache` are carried out; as they come, by default. `lookup`: whether the policy is
+        offered what a sequence's own text proposes.
         """
         # A policy that chooses hierarchies, and wants to know what comes of it.
         self.auto = policy if isinstance(policy, AutoPolicy) else None
         self.levels, self.policy, self.cache, self.pool = levels, policy, cache, pool
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.runner: Runner = runner or Eager(cache)
+        self.lookup = lookup
         self.queue: deque[Sequence] = deque()
         self.live: list[Sequence] = []
         self.count_anew()
@@ -170,6 +174,8 @@ class Engine:
         for sequence, action in wanted:
             if action is None or sequence.levels[action.level] is not level:
                 continue
+            if action.looked_up:
+                sequence.look_up(action.looked_up)
             start, stop = sequence.pending(action.level)
             if action.level == 0 and sequence.goal is not None:
                 stop = min(stop, start + budget)
@@ -223,8 +229,7 @@ class Engine:
         start = time.perf_counter()
         if not (at_once and level.draft(tasks, n, self.runner, stats)):
             judged = level.step(tasks, self.runner, stats, self.auto is not None and level.index < len(self.levels) - 1)
-            if self.auto is not None:
-                self._tell(self.auto, level, tasks, judged)
+            self._learn(level, tasks, judged, catching_up)
         self.stats.add_time(level.index, time.perf_counter() - start, len(catching_up) == len(tasks))
         news = [task.sequence for task in tasks if task.sequence.finish_reason is not None]
         if level.index == len(self.levels) - 1:
@@ -243,8 +248,9 @@ class Engine:
         n = sequence.n_committed - before
         self.stats.tokens += n
         if is_verdict:
-            if self.auto is not None:
+            if self.auto is not None and not sequence.looked_up.tokens:
                 self.auto.earned(exits_of(sequence.levels), n)
+            sequence.looked_up = NOTHING
             self.stats.verdicts += 1
             self.stats.verified += n
         # Blocks that no rejection can touch any more.
@@ -254,7 +260,7 @@ class Engine:
             sequence.n_remembered = at + 1
         return [sequence] if n else []
 
-    # Hierarchies. Without `auto` there is one.
+    # What the policy sees, and learns. Without `auto` there is one hierarchy.
 
     def _choose_levels(self, sequence: Sequence) -> None:
         levels = self.levels
@@ -264,27 +270,42 @@ class Engine:
         sequence.start_over(len(levels))
 
     def _policys_action(self, sequence: Sequence) -> Action:
-        if self.auto is None:
+        if self.auto is None and not self.lookup:
             return self.policy.next(sequence.counts, len(sequence.ids), sequence.ended)
         exits = exits_of(sequence.levels)
         at_rest = sequence.counts[0] == sequence.counts[-1] == len(sequence.ids) - 1
-        if at_rest and (better := self.auto.leave(exits)) != exits:
+        if self.auto is not None and at_rest and (better := self.auto.leave(exits)) != exits:
             sequence.levels, exits = list(self.auto.hierarchies[better]), better
             sequence.change_levels(len(sequence.levels))
             sequence.n_remembered = sys.maxsize  # its blocks are of two kinds now
         sure = [sequence.sure.get(at, 0.0) for at in range(sequence.n_committed, len(sequence.ids))]
-        return self.auto.next(sequence.counts, len(sequence.ids), sequence.ended, Sight(exits, sure, len(self.live)))
+        matched, offered = sequence.find() if self.lookup and at_rest else NOTHING
+        sight = Sight(exits, sure, len(self.live), matched, len(offered), len(sequence.looked_up.tokens))
+        return self.policy.next(sequence.counts, len(sequence.ids), sequence.ended, sight)
 
-    def _tell(self, auto: AutoPolicy, level: Level, tasks: list[Task], judged: list[Judged]) -> None:
-        """Let the policy learn what a step has cost and brought."""
-        shares = Counter(exits_of(task.sequence.levels) for task in tasks if task.sequence.goal is None)
-        rows = sum(task.stop - task.start for task in tasks)
-        auto.spent(level, rows, bool(judged), {exits: n / len(tasks) for exits, n in shares.items()})
+    def _learn(self, level: Level, tasks: list[Task], judged: list[Judged], catching_up: set[int]) -> None:
+        """Count what was looked up, and let the policy learn what a step has cost and brought.
+
+        Hierarchies answer for what they draft. A sequence that has looked up is reckoned as one row that is nobody's.
+        """
+        for sequence, *_, verdict in judged:
+            if sequence.looked_up.tokens:
+                self.stats.looked_up += len(sequence.looked_up.tokens)
+                self.stats.looked_up_accepted += verdict.accepted
+        if self.auto is None:
+            return
+        drafting = [task for task in tasks if not task.sequence.looked_up.tokens]
+        own = [task.sequence.levels for task in drafting if id(task.sequence) not in catching_up]
+        shares = Counter(map(exits_of, own))
+        rows = sum(task.stop - task.start for task in drafting) + len(tasks) - len(drafting)
+        self.auto.spent(level, rows, bool(judged), {exits: n / len(tasks) for exits, n in shares.items()})
         for sequence, place, first, verdict in judged:
-            if place > 0 and verdict.accepted + verdict.rejected:
+            if sequence.looked_up.tokens:
+                self.auto.looked_up(sequence.looked_up.matched, verdict.accepted, verdict.rejected)
+            elif place > 0 and verdict.accepted + verdict.rejected:
                 places = range(first + 1, first + 1 + verdict.accepted + verdict.rejected)
                 sure = [sequence.sure[at] for at in places if at in sequence.sure] if place == 1 else []
-                auto.judged(exits_of(sequence.levels), place, verdict.accepted, verdict.rejected, sure)
+                self.auto.judged(exits_of(sequence.levels), place, verdict.accepted, verdict.rejected, sure)
 
     def _root(self, sequence: Sequence) -> int:
         """Where remembered prefixes of the sequence's hierarchy begin: keys of heads it leaves aside are not there."""

@@ -169,7 +169,8 @@ class Level:
                 continue
             place = sequence.levels.index(self)
             verdict = sequence.judge(place, first, own, rows_RV, vocab_ids)
-            stats.count(verdict.accepted, verdict.rejected)
+            if not sequence.looked_up.tokens:
+                stats.count(verdict.accepted, verdict.rejected)
             judged.append(Judged(sequence, place, first, verdict))
             if sureness and place == 0 and verdict.token is not None:
                 sequence.sure[len(sequence.ids) - 1] = sure[at - 1]

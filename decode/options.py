@@ -59,6 +59,10 @@ class DecodeOptions(SamplingParams):
     """fixed:DRAFT,VERIFY: tokens drafted at a time, and survivors the full model waits for. With :now behind it, a
     sequence does not wait for the others of its batch. auto: choose exits and lengths by what they cost here, which is
     measured when a model is first used, and by what is accepted; plain decoding where nothing else is faster."""
+    lookup: bool | None = None
+    """Propose what followed the last few tokens earlier in the same text; the full model judges it. null: with
+    policy=auto, which finds out where it pays. true: with a fixed policy and plain decoding too, wherever something is
+    found, before anything is drafted. false: never."""
     max_batch: int = Field(default=8, ge=1)
     """Most sequences decoded at a time."""
     kv_blocks: int | None = Field(default=None, ge=1)

@@ -11,23 +11,30 @@ class Action(NamedTuple):
     """Run `level` on all tokens waiting for it; `read` its logits, or only pass the tokens through its layers.
 
     `drafts`, of level 0: so many steps will be wanted one after another, and then the last draft passed through.
+    `looked_up`, of level 0: so many of the tokens that the text offers are put behind the newest token first.
     """
 
     level: int
     read: bool
     drafts: int = 0
+    looked_up: int = 0
 
 
 class Sight(NamedTuple):
     """What a policy that adapts looks at besides counters.
 
     `exits`: of the sequence's hierarchy. `sure`: per uncommitted token, what the draft head gave it. `batch`: sequences
-    that are decoded together.
+    that are decoded together. `offered`: tokens that the text itself offers as drafts, behind `matched` tokens in a row
+    that stood there before; only at the start of a round, and if tokens are looked up at all. `looked_up`: how many of
+    them were taken and are on their way to the last level.
     """
 
     exits: tuple[int, ...] = ()
     sure: Sequence[float] = ()
     batch: int = 1
+    matched: int = 0
+    offered: int = 0
+    looked_up: int = 0
 
 
 NOTHING_SEEN = Sight()
@@ -50,11 +57,18 @@ class Policy(Protocol):
         ...
 
 
+def bring_up(counts: Sequence[int], length: int) -> Action:
+    """Pass looked-up tokens on, unread below the last level, which judges: a weak head would throw out good ones."""
+    level = next(k for k, count in enumerate(counts) if count < (counts[k - 1] if k else length))
+    return Action(level, read=level == len(counts) - 1)
+
+
 class FixedPolicy:
     """The paper's policy (arXiv 2510.01336): level 0 drafts `windows[0]` tokens, level 1 judges them and
     adds one; level k > 1 runs once `windows[k - 1]` tokens have survived the level below.
 
     The last draft is passed through level 0 before level 1 judges, so that level 1 adds a token of its own (the bonus).
+    Not the paper's: where the text offers tokens, all of them are taken before any are drafted.
     """
 
     def __init__(self, n_levels: int, windows: Sequence[int] = (2, 4), waits: bool = True) -> None:
@@ -76,6 +90,10 @@ class FixedPolicy:
 
     def next(self, counts: Sequence[int], length: int, ended: bool, sight: Sight = NOTHING_SEEN) -> Action:
         """See `Policy.next`."""
+        if sight.looked_up:
+            return bring_up(counts, length)
+        if sight.offered:
+            return Action(0, read=self.last == 0, looked_up=sight.offered)
         for level in range(self.last, 1, -1):
             if counts[level - 1] - counts[level] >= self.windows[level - 1]:
                 return Action(level, read=True)

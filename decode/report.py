@@ -54,6 +54,7 @@ def block(rows: Sequence[Row]) -> list[str]:
     own = [row for row in rows if row["time_share"] and not is_sweep(row)]
     if any(row["acceptance"] for row in own):
         lines += ["accepted by position in the draft", *_grid([_positions(row) for row in own if row["acceptance"]])]
+    lines += [line for row in own for line in _looked_up(row)]
     parts = sorted({part for row in own for part in row["time_share"]}, key=_part_order)
     shares = [[_percent(row["time_share"].get(part)) for part in parts] for row in own]
     named = [[f"  {row['contestant']}", *line] for row, line in zip(own, shares, strict=True)]
@@ -176,6 +177,11 @@ def _positions(row: Row) -> list[str]:
         for end, shares in zip(ends, row["acceptance_by_position"], strict=True)
     ]
     return ["  " + row["contestant"], *parts]
+
+
+def _looked_up(row: Row) -> list[str]:
+    accepted, tokens = row.get("looked_up", (0, 0))  # results of earlier versions have none
+    return [f"looked up by {row['contestant']}: {tokens} tokens, {accepted / tokens:.0%} accepted"] if tokens else []
 
 
 def _part_order(part: str) -> tuple[int, str]:

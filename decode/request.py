@@ -12,6 +12,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 # Below this temperature sampling is arg-max in any case; dividing by it would only overflow.
 GREEDY_BELOW = 1e-5
+# In `chosen_by`, instead of a level.
+LOOKED_UP = -1
 # The bias that forbids a token instead of making it unlikely.
 BANNED = -100.0
 
@@ -112,8 +114,9 @@ class Completion:
     `ids` are the generated tokens, the stop token included; `text` is their decoding without special tokens, cut before
     the stop string if one ended it. `finish_reason`: stop (a stop id or string), length (max_new_tokens), abort
     (cancelled), error (`error` says why; what was generated before is there). `logprobs`: per token, token ids to
-    log-probabilities, its own first. `chosen_by`: per token, the level whose choice it is, 0 the draft's; every level
-    above let it stand, so only the last level's own tokens were chosen by the full model alone.
+    log-probabilities, its own first. `chosen_by`: per token, the level whose choice it is, 0 the draft's, or -1: it
+    was looked up in the text. Every level that judged it let it stand, so only the last level's own tokens were chosen
+    by the full model alone.
     """
 
     index: int

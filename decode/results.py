@@ -12,7 +12,9 @@ from hispec.errors import DataError, FileError
 
 Row = dict[str, Any]
 # What only our engine counts.
-_COUNTED = ("acceptance", "acceptance_by_position", "judged_by_position", "tokens_per_full_pass", "time_share")
+_COUNTED = (
+    "acceptance", "acceptance_by_position", "judged_by_position", "looked_up", "tokens_per_full_pass", "time_share",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def _row(name: str, prompt_set: str, turns: Sequence[Turn], way: tuple[Any, Any]
 
 
 def _counted(stats: Sequence[Stats], seconds: float) -> Row:
-    """Acceptance, tokens per full pass and where the time went; of `seconds`, what no level had is `other`."""
+    """Acceptance, tokens looked up (those that stood, all), tokens per full pass and where the time went; of `seconds`,
+    what no level had is `other`."""
     if not stats:
         return dict.fromkeys(_COUNTED)
     levels = list(zip(*(s.levels for s in stats), strict=True))
@@ -113,6 +116,7 @@ def _counted(stats: Sequence[Stats], seconds: float) -> Row:
             [a / j for a, j in zip(a_at, j_at, strict=True)] for a_at, j_at in zip(accepted, judged, strict=True)
         ],
         "judged_by_position": judged,
+        "looked_up": [sum(s.looked_up_accepted for s in stats), sum(s.looked_up for s in stats)],
         "tokens_per_full_pass": sum(s.verified for s in stats) / verdicts if verdicts else None,
         "time_share": {name: own / seconds for name, own in times.items()},
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from hispec.decode.request import SamplingParams
 from hispec.decode.sampling import adjusted, gumbel, processed
@@ -53,13 +54,25 @@ class Sampler:
         return scores_RV.argmax(-1)
 
     def reject(
-        self, first: int, ids: Sequence[int], logits_RV: Tensor, vocab_ids: Tensor | None, proposed: Sequence[int]
+        self,
+        first: int,
+        ids: Sequence[int],
+        logits_RV: Tensor,
+        vocab_ids: Tensor | None,
+        proposed: Sequence[int],
+        drawn: bool = True,
     ) -> Verdict:
-        """Speculative sampling of the tokens after position `first`."""
+        """Speculative sampling of the tokens after position `first`; `drawn`: a level has drawn what is proposed.
+
+        What was looked up comes from no draw: its law gives all to the one token.
+        """
         law_RV = self._scores(first, ids, logits_RV, vocab_ids).softmax(-1)
         if vocab_ids is not None:
             law_RV = law_RV.new_zeros(len(law_RV), self.vocab_size).index_copy(1, vocab_ids, law_RV)
-        drawn_from = [self._laws[first + 1 + at] for at in range(len(proposed))]
+        if drawn:
+            drawn_from = [self._laws[first + 1 + at] for at in range(len(proposed))]
+        else:
+            drawn_from = list(one_hot(torch.tensor(proposed, device=law_RV.device), self.vocab_size).to(law_RV.dtype))
         verdict = reject(law_RV, drawn_from, proposed, self.generator)
         # What stands now is distributed as this level's samples, whoever proposed it: the level above judges that.
         for row in range(verdict.accepted + (verdict.token is not None)):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hispec.decode.request import FinishReason, SamplingParams
+from hispec.decode.lookup import MOST, NOTHING, Found, Lookup
+from hispec.decode.request import LOOKED_UP, FinishReason, SamplingParams
 from hispec.decode.sampler import Sampler
 from hispec.decode.text import TextStream
 from hispec.decode.verify import Verdict, agree
@@ -32,8 +33,10 @@ class Sequence:
         n_remembered, serial: leading blocks that the pool remembers, and the serial number of the last of them.
         goal: counts to reach by catching up, before the policy decides what runs: the prompt's length in every level,
             or what had been reached when the sequence was preempted. None once reached.
-        chosen_by: per token after the prompt, the level whose choice it is; all above it that have judged let it stand.
+        chosen_by: per token after the prompt, the level whose choice it is, LOOKED_UP if no level's; all above it that
+            have judged let it stand.
         fresh: committed tokens that nobody has fetched yet.
+        looked_up: tokens found in the text itself that stand behind the committed ones until the last level judges.
         levels: the hierarchy it goes through. sure: by position, what the draft head gave a token it drafted.
         error: why it failed, if it did.
     """
@@ -57,6 +60,7 @@ class Sequence:
         self.table: list[int] = []
         self.n_remembered = self.serial = 0
         self.stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(model_stop_ids))
+        self.lookup, self.looked_up = Lookup(), NOTHING
         self.sampler = Sampler(params, choice, self.n_prompt, vocab_size, self.stop_ids)
         self.fresh: list[int] = []
         self.levels: list[Level] = []
@@ -122,7 +126,8 @@ class Sequence:
         if self.sampler.picks_tokens:
             verdict = agree(picks, proposed)
         else:
-            verdict = self.sampler.reject(first, self.ids, logits_RV, vocab_ids, proposed)
+            drawn = not self.looked_up.tokens
+            verdict = self.sampler.reject(first, self.ids, logits_RV, vocab_ids, proposed, drawn)
         if verdict.token is not None:
             self._cut(first + 1 + verdict.accepted)
             self.ids.append(verdict.token)
@@ -144,6 +149,23 @@ class Sequence:
             if self.ended:
                 return number
         return len(tokens) + 1
+
+    def find(self) -> Found:
+        """What the text offers as drafts, up to where it would end, at a moment when all of it is committed."""
+        # The last level adds one token of its own.
+        room = self.params.max_new_tokens - (len(self.ids) - self.n_prompt) - 1
+        if room < 1:
+            return NOTHING
+        matched, tokens = self.lookup.find(self.ids, min(MOST, room))
+        end = next((n for n, token in enumerate(tokens, 1) if token in self.stop_ids), len(tokens))
+        return Found(matched, tokens[:end])
+
+    def look_up(self, n: int) -> None:
+        """Take the first `n` tokens of what `find` offers as drafts."""
+        matched, tokens = self.find()
+        self.looked_up = Found(matched, tokens[:n])
+        self.ids += tokens[:n]
+        self.chosen_by += [LOOKED_UP] * n
 
     def commit(self) -> None:
         """Move the tokens that the last level has newly decided to `fresh`, up to where the text ends."""

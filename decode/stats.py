@@ -61,6 +61,11 @@ class Stats:
     """Prompt tokens that did not have to run: a block that begins the same way was remembered."""
     preemptions: int = 0
     """Times a sequence gave up its blocks to an older one, to run again later."""
+    looked_up: int = 0
+    """Tokens found in the text itself that the last level judged, or passed over because an earlier one fell. They are
+    counted here, and not in what the levels accepted."""
+    looked_up_accepted: int = 0
+    """Those of them that stood."""
     seconds: float = 0.0
     """Time spent in the engine's steps."""
     prompt_seconds: float = 0.0
@@ -98,6 +103,10 @@ class Stats:
             lines[0] += f", {self.tokens_per_full_pass:.2f} tokens per full pass"
         if self.shared_tokens or self.preemptions:
             lines.append(f"  {self.shared_tokens} prompt tokens reused, {self.preemptions} preemptions")
+        if self.looked_up:
+            lines.append(
+                f"  looked up: {self.looked_up} tokens, {self.looked_up_accepted / self.looked_up:.1%} accepted"
+            )
         for number, level in enumerate(self.levels):
             acceptance = "" if level.acceptance is None else f", accepted {level.acceptance:.1%} of what it judged"
             lines.append(f"  level {number} (exit {level.exit}): {level.passes} passes, {level.rows} rows{acceptance}")

@@ -70,11 +70,13 @@ def make_engine(
     *,
     max_batch: int = 8,
     pool: BlockPool | None = None,
+    lookup: bool = False,
 ) -> Engine:
     """An engine with these prompts queued."""
     levels = make_levels(own, list(heads))
     pool = pool or BlockPool(N_BLOCKS)
-    engine = Engine(levels, FixedPolicy(len(levels), windows), make_cache(levels, pool.n_blocks), pool, max_batch)
+    policy, kv = FixedPolicy(len(levels), windows), make_cache(levels, pool.n_blocks)
+    engine = Engine(levels, policy, kv, pool, max_batch, lookup=lookup)
     for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
         text = TextStream(byte_tokenizer())  # without stop strings it decodes nothing until it is asked
         engine.add(Live(index, list(prompt), each, len(levels), own.vocab_size, (), text))
@@ -98,11 +100,12 @@ def decode(
     prompts: Sequence[Sequence[int]] = PROMPTS,
     n: int = N_NEW,
     each: Sequence[SamplingParams] | None = None,
+    lookup: bool = False,
     **options: Any,
 ) -> Run:
     """Decode all prompts; `options` are sampling options of all of them, or `each` has its own."""
     params = each or [SamplingParams(max_new_tokens=n, **options)] * len(prompts)
-    return drain(make_engine(own, heads, windows, prompts, params), len(prompts))
+    return drain(make_engine(own, heads, windows, prompts, params, lookup=lookup), len(prompts))
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:

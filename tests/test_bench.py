@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[1]
 KEYS = {
     "prompt_set", "contestant", "batch", "exits", "policy", "tokens_per_s", "tokens_per_s_range", "ratio_to_plain",
     "ratio_quartiles", "ratio_per_turn", "identical", "identical_outputs", "acceptance", "acceptance_by_position",
-    "judged_by_position", "tokens_per_full_pass", "time_share", "tokens", "seconds", "repeats", "peak_memory_bytes",
+    "judged_by_position", "looked_up", "tokens_per_full_pass", "time_share", "tokens", "seconds", "repeats",
+    "peak_memory_bytes",
 }  # fmt: skip
 
 

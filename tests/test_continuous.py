@@ -281,16 +281,20 @@ def roomy() -> HiSpecModel:
     return HiSpecModel(own, byte_tokenizer(), nn.ModuleList(heads), "tiny")
 
 
-def traffic(seed: int, n: int) -> Stats:
+def traffic(seed: int, n: int, lookup: bool = False) -> Stats:
     """`n` requests with 30% of the blocks that twelve of them want, some cancelled: each equals its solo plain run."""
     chance = random.Random(seed)
     prompts = [[chance.randrange(211) for _ in range(chance.randint(1, 200))] for _ in range(n)]
     for at in range(0, n, 5):
         prompts[at] = prompts[0][: len(prompts[at])] + [chance.randrange(211)]  # some begin alike
+    for at in range(3, n if lookup else 0, 5):
+        prompts[at] = (prompts[at][: 1 + at % 7] * 200)[: len(prompts[at])]  # some repeat themselves
     params = [random_params(chance, number) for number in range(n)]
     demand = sum(-(-(len(p) + own.max_new_tokens) // BLOCK_SIZE) for p, own in zip(prompts, params, strict=True)) / n
     kv_blocks = max(16, int(0.3 * 12 * demand))
-    with decoding(roomy(), max_batch=12, kv_blocks=kv_blocks, prefill_chunk=64, policy="fixed:3,4") as decoder:
+    with decoding(
+        roomy(), max_batch=12, kv_blocks=kv_blocks, prefill_chunk=64, policy="fixed:3,4", lookup=lookup
+    ) as decoder:
         numbers: dict[int, int] = {}
         done: dict[int, Completion] = {}
         cancelled: set[int] = set()
@@ -319,15 +323,20 @@ def traffic(seed: int, n: int) -> Stats:
     return stats
 
 
-def test_traffic_of_random_requests_equals_each_alone() -> None:
-    traffic(100, 40)
+@pytest.mark.parametrize("lookup", [False, True])
+def test_traffic_of_random_requests_equals_each_alone(lookup: bool) -> None:
+    stats = traffic(100, 40, lookup)
+    assert (stats.looked_up_accepted > 0) == lookup
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_300_random_requests_equal_each_alone(seed: int) -> None:
-    stats = traffic(seed, 300)
-    assert stats.preemptions > 0 and stats.shared_tokens > 0 and stats.finish_reasons["abort"] > 0
+    lookup = seed % 2 == 1
+    stats = traffic(seed, 300, lookup)
+    assert stats.preemptions > 0 or lookup, "of those that repeat themselves, fewer are there at a time"
+    assert stats.looked_up_accepted > 0 or not lookup
+    assert stats.shared_tokens > 0 and stats.finish_reasons["abort"] > 0
 
 
 def test_b09_any_end_at_any_moment_gives_all_blocks_back() -> None:

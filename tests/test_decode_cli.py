@@ -66,6 +66,8 @@ def test_a_prompt_is_answered_as_plain_decoding_answers_it(typed: Typed, heads: 
         [f"model={heads}", "exits=[]"],
         [f"model={heads}", "exits=[4]", "policy=fixed:5"],
         [f"model={base}", "exits=[]"],
+        [f"model={base}", "exits=[]", "lookup=true"],
+        [f"model={heads}", "lookup=true"],
         [f"model={base}", "heads=shared", "exits=[1,3,5]"],
     ):
         assert typed(*others, *words) == text

@@ -131,6 +131,14 @@ def test_reject_gives_the_law_of_the_judge() -> None:
     assert accepted / 20_000 == pytest.approx(1 - total_variation(sfix.FULL, sfix.DRAFT), abs=0.01)
 
 
+def test_reject_of_a_token_that_nobody_drew_gives_the_law_of_the_judge() -> None:
+    generator = torch.Generator().manual_seed(1)
+    p_V, point_V = sfix.FULL.exp(), torch.nn.functional.one_hot(torch.tensor(4), sfix.VOCAB).double()
+    verdicts = [reject(p_V[None], [point_V], [4], generator) for _ in range(20_000)]
+    assert all((verdict.token is None) == (verdict.accepted == 1) and verdict.token != 4 for verdict in verdicts)
+    assert fits([4 if verdict.token is None else verdict.token for verdict in verdicts], p_V) > P_VALUE
+
+
 def test_reject_of_equal_laws_accepts_everything() -> None:
     generator = torch.Generator().manual_seed(0)
     law_V = torch.softmax(torch.randn(5, generator=generator, dtype=torch.float64), -1)
@@ -189,7 +197,9 @@ def test_coupled_follows_the_full_models_law() -> None:
 # Rejection: the S fixture.
 
 
-def s_run(n_levels: int, windows: tuple[int, ...], rule: Rule, n_requests: int = 1000, **options: Any) -> Run:
+def s_run(
+    n_levels: int, windows: tuple[int, ...], rule: Rule, n_requests: int = 1000, lookup: bool = False, **options: Any
+) -> Run:
     """`n_requests` x 20 sampled tokens of the S fixture through `n_levels` exits."""
     own, heads = sfix.build()
     heads = heads[:n_levels]
@@ -197,7 +207,8 @@ def s_run(n_levels: int, windows: tuple[int, ...], rule: Rule, n_requests: int =
         SamplingParams(**{"temperature": 1.0, "max_new_tokens": 20, "rule": rule, "seed": seed} | options)
         for seed in range(n_requests)
     ]
-    engine = make_engine(own, heads, windows, [[3]] * n_requests, params, max_batch=250, pool=BlockPool(500))
+    pool = BlockPool(500)
+    engine = make_engine(own, heads, windows, [[3]] * n_requests, params, max_batch=250, pool=pool, lookup=lookup)
     return drain(engine, n_requests)
 
 
@@ -238,6 +249,16 @@ def test_s05_two_levels_follow_the_law(windows: tuple[int, int]) -> None:
     assert middle == pytest.approx(1 - total_variation(sfix.DRAFT, sfix.MIDDLE), abs=0.02)
     # What the intermediate level hands up follows its own law, not the draft's.
     assert full == pytest.approx(1 - total_variation(sfix.MIDDLE, sfix.FULL), abs=0.02)
+
+
+@pytest.mark.parametrize("n_levels", [0, 2])
+def test_what_is_looked_up_follows_the_law_too(n_levels: int) -> None:
+    run = s_run(n_levels, (2, 3), "rejection", lookup=True)
+    check_law(run, sfix.FULL.exp())
+    assert 0 < run.stats.looked_up_accepted < run.stats.looked_up
+    if n_levels:  # what the heads drafted is judged as ever
+        acceptance = run.stats.levels[2].acceptance
+        assert acceptance == pytest.approx(1 - total_variation(sfix.MIDDLE, sfix.FULL), abs=0.03)
 
 
 @pytest.mark.slow

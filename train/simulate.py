@@ -37,7 +37,7 @@ def simulate(picks: Sequence[Sequence[int]], policy: Policy) -> Simulated:
     counts = [0] * len(picks)
     full_passes = 0
     while counts[last] + 1 < len(text):
-        level, read, _ = policy.next(counts, len(ids), len(ids) >= len(text))
+        level, read, *_ = policy.next(counts, len(ids), len(ids) >= len(text))
         full_passes += level == last
         first = counts[level]
         counts[level] = len(ids) if level == 0 else counts[level - 1]
