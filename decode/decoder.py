@@ -56,7 +56,7 @@ class Decoder:
         model: HiSpecModel,
         *,
         exits: Sequence[int] | None = None,
-        policy: str = "fixed:2,4",
+        policy: str = "auto",
         lookup: bool | None = None,
         max_batch: int = 8,
         kv_blocks: int | None = None,

@@ -55,7 +55,7 @@ class DecodeOptions(SamplingParams):
     """Interactive conversation."""
     system: str | None = None
     """System message of a chat or of templated prompts."""
-    policy: str = "fixed:2,4"
+    policy: str = "auto"
     """fixed:DRAFT,VERIFY: tokens drafted at a time, and survivors the full model waits for. With :now behind it, a
     sequence does not wait for the others of its batch. auto: choose exits and lengths by what they cost here, which is
     measured when a model is first used, and by what is accepted; plain decoding where nothing else is faster."""

@@ -213,8 +213,8 @@ def write_base(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 @contextmanager
 def decoding(model: HiSpecModel, **options: Any) -> Iterator[Decoder]:
-    """A decoder that gives back what it changed in the model."""
-    decoder = Decoder(model, **options)
+    """A decoder that gives back what it changed in the model; the paper's policy, if none is named."""
+    decoder = Decoder(model, **{"policy": "fixed:2,4", **options})
     try:
         yield decoder
     finally:

@@ -60,7 +60,7 @@ def read(path: Path) -> list[dict[str, object]]:
 
 def test_a_prompt_is_answered_as_plain_decoding_answers_it(typed: Typed, heads: Path, base: Path) -> None:
     words = ("prompt=Once upon", "max_new_tokens=20")
-    text = typed(f"model={heads}", *words, "stats=true")
+    text = typed(f"model={heads}", *words, "policy=fixed:2,4", "stats=true")
     assert "20 tokens, " in typed.err and "level 2 (exit 6)" in typed.err and "accepted" in typed.err
     for others in (
         [f"model={heads}", "exits=[]"],

@@ -68,7 +68,7 @@ class Writing:
         if not missing:
             return
         tasks = [task(key) for key in missing]
-        decoder = Decoder(self.model, exits=(), max_batch=batch)
+        decoder = Decoder(self.model, exits=(), policy="fixed:1", max_batch=batch)
         completions = decoder.generate_as_completed([own.prompt for own in tasks], [own.params for own in tasks])
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

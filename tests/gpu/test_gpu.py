@@ -97,7 +97,7 @@ def test_g22_exact_is_bitwise_the_same_in_bf16() -> None:
 def test_the_pool_takes_its_share_of_the_memory() -> None:
     model = with_heads(on_gpu(build("llama_gqa")), (2, 4))
     _, total = torch.cuda.mem_get_info()
-    decoder = Decoder(model, gpu_memory_utilization=0.5)
+    decoder = Decoder(model, policy="fixed:2,4", gpu_memory_utilization=0.5)
     try:
         [done] = decoder.generate([PROMPTS[2]], SamplingParams(max_new_tokens=48, ignore_eos=True))
         free, _ = torch.cuda.mem_get_info()
@@ -112,7 +112,7 @@ def test_dynamic_rope_is_decoded_without_graphs() -> None:
     torch.manual_seed(0)
     config: Any = GQA | {"initializer_range": 0.3, "rope_parameters": rope}
     model: Any = LlamaForCausalLM(LlamaConfig(**config))
-    decoder = Decoder(with_heads(on_gpu(model.eval())), kv_blocks=64)
+    decoder = Decoder(with_heads(on_gpu(model.eval())), policy="fixed:2,4", kv_blocks=64)
     try:
         assert not isinstance(decoder._engine.runner, Graphed)
         assert len(decoder.generate([PROMPTS[2]], SamplingParams(max_new_tokens=8, ignore_eos=True))[0].ids) == 8
