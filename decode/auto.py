@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from hispec.decode.costs import Costs
 from hispec.decode.hierarchy import Exits
 from hispec.decode.level import Level
+from hispec.decode.lookup import MOST, Found
 from hispec.decode.policy import NOTHING_SEEN, Action, Sight, bring_up
 
 MAX_DRAFT, MAX_WAITING = 8, 16
@@ -79,6 +80,7 @@ class AutoPolicy:
         # By how many tokens in a row stood before: whether a looked-up token stands.
         self.found: defaultdict[int, Chance] = defaultdict(lambda: Chance(1.0, 2.0))
         self._declined: Counter[int] = Counter()
+        self._carried: dict[tuple[Exits, int], list[float]] = {}
         self._started, self.batch = 0, 1
 
     # What runs.
@@ -130,17 +132,12 @@ class AutoPolicy:
 
     def _taken(self, sight: Sight) -> int:
         """How many of the tokens offered by the text are taken: as many as gain most over going on without them."""
-        levels, chance, worth = (
-            self.hierarchies[sight.exits],
-            self.found[sight.matched].mean,
-            1 / self.rate(sight.exits),
-        )
+        chance, worth = self.found[sight.matched].mean, 1.0 / self.rate(sight.exits)
         best, most = 0, 0.0
         tokens = stands = 1.0
-        for n in range(1, sight.offered + 1):
+        for n, seconds in enumerate(self._carrying(sight.exits)[: sight.offered], 1):
             stands *= chance
             tokens += stands
-            seconds = sum(self._share(level, n + 1, read=level is levels[-1]) for level in levels)
             if tokens * worth - seconds > most:
                 best, most = n, tokens * worth - seconds
         if best == 0:
@@ -176,9 +173,14 @@ class AutoPolicy:
         for number, value in enumerate(sure):
             account.sure[min(int(value * N_BINS), N_BINS - 1)].see(number < accepted, 1)
 
-    def looked_up(self, matched: int, accepted: int, rejected: bool) -> None:
-        """The last level has decided on tokens that the text offered where `matched` tokens stood before."""
-        self.found[matched].see(accepted, accepted + rejected)
+    def looked_up(self, exits: Exits, found: Found, accepted: int, rejected: bool) -> None:
+        """The last level has decided on tokens that the text offered.
+
+        A hierarchy answers for what it takes longer than plain decoding to carry them up.
+        """
+        self.found[found.matched].see(accepted, accepted + rejected)
+        n = len(found.tokens)
+        self.accounts[exits].seconds += self._carrying(exits)[n - 1] - self._carrying(())[n - 1]
 
     def earned(self, exits: Exits, tokens: int) -> None:
         """The last level has committed tokens."""
@@ -210,6 +212,17 @@ class AutoPolicy:
 
     def _best(self, among: Iterable[Exits]) -> Exits:
         return max(among, key=self.rate)
+
+    def _carrying(self, exits: Exits) -> list[float]:
+        """Seconds that 1, 2, ... looked-up tokens, and the newest one before them, take up to the last level's verdict.
+
+        Kept, as every sequence asks at every round.
+        """
+        key = exits, self.batch
+        if key not in self._carried:
+            levels, rows = self.hierarchies[exits], range(2, MOST + 2)
+            self._carried[key] = [sum(self._share(x, n, read=x is levels[-1]) for x in levels) for n in rows]
+        return self._carried[key]
 
     def _share(self, level: Level, rows: int, read: bool) -> float:
         """One sequence's share of a pass that all of the batch take part in, with `rows` each."""

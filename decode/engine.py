@@ -301,7 +301,8 @@ class Engine:
         self.auto.spent(level, rows, bool(judged), {exits: n / len(tasks) for exits, n in shares.items()})
         for sequence, place, first, verdict in judged:
             if sequence.looked_up.tokens:
-                self.auto.looked_up(sequence.looked_up.matched, verdict.accepted, verdict.rejected)
+                exits = exits_of(sequence.levels)
+                self.auto.looked_up(exits, sequence.looked_up, verdict.accepted, verdict.rejected)
             elif place > 0 and verdict.accepted + verdict.rejected:
                 places = range(first + 1, first + 1 + verdict.accepted + verdict.rejected)
                 sure = [sequence.sure[at] for at in places if at in sequence.sure] if place == 1 else []

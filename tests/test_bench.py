@@ -76,8 +76,9 @@ def measured(heads: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
     training = prompt_file(folder / "training.jsonl", "he said: Hello, and so on")
     words = [
         f"model={heads}", f"prompts=[{one}]", f"prompts.other={two}", "max_new_tokens=6", "repeats=2", "batches=[1,2]",
-        "contestants=hf,hf_prompt_lookup,hf_early_exit,plain,one_exit,two_exits", "contestants.long.policy=fixed:3,4",
-        "sweep.exits=[2,4]", f"training={training}", f"output={folder / 'a.json'}", f"plots={folder / 'plots'}",
+        "contestants=hf,hf_prompt_lookup,hf_early_exit,plain,plain_lookup,one_exit,two_exits",
+        "contestants.long.policy=fixed:3,4", "sweep.exits=[2,4]", f"training={training}",
+        f"output={folder / 'a.json'}", f"plots={folder / 'plots'}",
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context():
         patch.setattr(sys, "argv", ["hispec-bench", *words])
@@ -91,7 +92,7 @@ def test_the_json_has_a_row_per_prompt_set_contestant_and_batch(measured: tuple[
     result = json.loads((measured[1] / "a.json").read_text())
     rows = result["rows"]
     assert all(set(row) == KEYS for row in rows) and result["complete"]
-    contestants = ["plain", "one_exit", "two_exits", "long", "sweep 2", "sweep 2,4", "sweep 4", "hf"]
+    contestants = ["plain", "plain_lookup", "one_exit", "two_exits", "long", "sweep 2", "sweep 2,4", "sweep 4", "hf"]
     for batch, more in ((1, {"hf_prompt_lookup", "hf_early_exit"}), (2, set())):
         for prompt_set in ("one", "other", "all"):
             got = [r["contestant"] for r in rows if (r["batch"], r["prompt_set"]) == (batch, prompt_set)]
@@ -126,6 +127,7 @@ def test_every_contestant_says_what_plain_decoding_says(measured: tuple[str, Pat
     assert by["one", 1, "hf"]["identical_outputs"] == [6, 6] and by["all", 2, "long"]["identical_outputs"] == [8, 8]
     assert by["all", 1, "plain"]["ratio_to_plain"] == 1.0 and by["all", 1, "plain"]["tokens"] == 2 * 4 * 6
     assert by["all", 1, "plain"]["tokens_per_full_pass"] == 1.0
+    assert by["all", 1, "plain"]["looked_up"] == [0, 0] and by["all", 1, "hf"]["looked_up"] is None
     assert by["all", 1, "two_exits"]["exits"] == [2, 4] and by["all", 1, "sweep 4"]["exits"] == [4]
     assert len(by["all", 1, "two_exits"]["acceptance"]) == 2 and by["all", 1, "hf"]["acceptance"] is None
 
@@ -215,6 +217,20 @@ def test_costs_can_be_left_out_and_are_of_single_sequences(typed: Typed, heads: 
     for word in ("costs=false", "batches=[2]"):
         assert "what a pass costs" not in typed(*words, word)
         assert json.loads((tmp_path / "a.json").read_text())["costs"] is None
+
+
+def test_what_was_looked_up_has_a_line_of_its_own() -> None:
+    from hispec.decode.report import block
+
+    row = {
+        "prompt_set": "a", "batch": 1, "contestant": "plain_lookup", "policy": "fixed:1", "acceptance": [],
+        "identical_outputs": [2, 2], "identical": True, "repeats": 1, "time_share": {"full": 1.0}, "tokens_per_s": 9.0,
+        "tokens_per_s_range": [9.0, 9.0], "ratio_to_plain": 1.5, "ratio_quartiles": [1.5, 1.5],
+        "tokens_per_full_pass": 2.0, "peak_memory_bytes": None,
+    }  # fmt: skip
+    assert "looked up by plain_lookup: 40 tokens, 75% accepted" in block([row | {"looked_up": [30, 40]}])
+    for others in (row, row | {"looked_up": [0, 0]}):  # a result of an earlier version tells nothing
+        assert not any("looked up by" in line for line in block([others]))
 
 
 def test_p01_slower_than_plain_is_said_with_what_to_do() -> None:

@@ -28,6 +28,7 @@ from hispec.decode.auto import TRY_EVERY, AutoPolicy
 from hispec.decode.bench_options import BenchOptions
 from hispec.decode.blocks import BlockPool
 from hispec.decode.contestants import wanted as contestants
+from hispec.decode.hierarchy import Exits
 from hispec.decode.lookup import MOST, NOTHING, SIZES, Found, Lookup
 from hispec.decode.policy import Action, FixedPolicy, Policy, Sight
 from hispec.decode.request import LOOKED_UP
@@ -107,9 +108,9 @@ def uncertain(chance: float, per_row: float) -> AutoPolicy:
         own.costs.seconds[name] = [s * (1 + per_row * (n - 1)) for s, n in zip(seconds, own.costs.rows, strict=True)]
     for _ in range(100):
         good = round(20 * chance)
-        own.looked_up(4, good, False)
+        own.looked_up((), Found(4, [0] * 8), good, False)
         for _ in range(20 - good):
-            own.looked_up(4, 0, True)
+            own.looked_up((), Found(4, [0] * 8), 0, True)
     return own
 
 
@@ -137,8 +138,19 @@ def test_how_often_a_match_of_some_length_stands_is_learnt_by_itself_and_tried_a
     assert taken(2) == 1, "of which nothing is known"
     assert [taken(4) for _ in range(2 * TRY_EVERY)] == ([0] * (TRY_EVERY - 1) + [1]) * 2
     for _ in range(60):
-        own.looked_up(4, 8, False)
+        own.looked_up((), Found(4, [0] * 8), 8, False)
     assert taken(4) == 8
+
+
+def test_a_hierarchy_answers_for_carrying_tokens_up_in_pieces() -> None:
+    own = policy({1: 0.02, 3: 0.02})
+    for name, seconds in own.costs.seconds.items():
+        own.costs.seconds[name] = [0.5 + s for s in seconds]  # every pass costs something of its own
+    for exits in own.hierarchies:
+        own.looked_up(exits, Found(4, [0] * 3), 3, False)
+        more = sum(own.costs.of(level, 4, level is own.hierarchies[exits][-1]) for level in own.hierarchies[exits])
+        assert own.accounts[exits].seconds == pytest.approx(more - own.costs.of(own.hierarchies[()][0], 4, True))
+    assert own.accounts[()].seconds == 0 < own.accounts[1, 3].seconds
 
 
 def test_good_heads_are_not_given_up_for_a_poor_offer() -> None:
@@ -284,9 +296,9 @@ def test_auto_looks_up_and_its_accounts_are_of_heads(n_exits: int, options: dict
     class Counting(AutoPolicy):
         n_looked_up = 0
 
-        def looked_up(self, matched: int, accepted: int, rejected: bool) -> None:
+        def looked_up(self, exits: Exits, found: Found, accepted: int, rejected: bool) -> None:
             self.n_looked_up += 1
-            super().looked_up(matched, accepted, rejected)
+            super().looked_up(exits, found, accepted, rejected)
 
     model, prompts = model_of(n_exits), [SCRIPT[:n] for n in (30, 17, 44, 25)]
     params = SamplingParams.build({"max_new_tokens": 60, "ignore_eos": True, **options})
