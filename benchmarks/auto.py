@@ -33,11 +33,11 @@ TO_PLAIN, TO_BEST = 0.97, 0.95
 
 
 def contestants(exits: Sequence[int]) -> dict[str, Any]:
-    """Plain decoding, auto, and the fixed policies that so many exits allow, under their own names."""
+    """Plain decoding with and without lookup, auto, and the fixed policies that so many exits allow, by their names."""
     fixed = {policy: {"exits": list(exits[:1]), "policy": policy} for policy in ONE_EXIT}
     if len(exits) > 1:
         fixed |= {policy: {"exits": list(exits[:2]), "policy": policy} for policy in TWO_EXITS}
-    return {"plain": {}, "auto": {}, **fixed}
+    return {"plain": {}, "plain_lookup": {}, "auto": {}, **fixed}
 
 
 def write_random(model: HiSpecModel, folder: Path) -> None:

@@ -1,12 +1,12 @@
 """What makes heads good: every lever alone, against the same baseline.
 
     hispec-train recipe=smollm2-135m                                  writes the text that all of them learn from
-    python benchmarks/heads.py runs/quickstart [--only kind=mlp ...] [--tokens 40000] [--output levers.json]
+    python benchmarks/heads.py runs/quickstart [--only "kind mlp" ...] [--tokens 40000] [--output levers.json]
 
 A lever is a change of one setting of that run. Each gets the same text and as many tokens, then is measured twice: how
 often its heads agree with the full model on text held apart, and what real decoding makes of them (float32, batch 1,
-packaged prompts, against plain decoding in the same turns). What the trunk computes is kept, so that a lever costs what
-its heads cost. Prints the table of recipes/README.md.
+packaged prompts, against plain decoding in the same turns; auto without lookup, which needs no heads). What the trunk
+computes is kept, so that a lever costs what its heads cost. Prints a table as in recipes/README.md.
 """
 
 import argparse
@@ -22,9 +22,11 @@ from hispec.attention import PackedAttention
 from hispec.decode.bench_options import read_options
 from hispec.decode.bench_run import Bench
 from hispec.train.cli import load
+from hispec.train.data import Document, MicroBatch
 from hispec.train.evaluate import agreement
 from hispec.train.features import FeatureCache
 from hispec.train.loop import Training, n_steps
+from hispec.train.masks import supervised
 
 # Settings that differ from the baseline, by the name they have in the table.
 LEVERS: dict[str, list[str]] = {
@@ -66,7 +68,7 @@ def train(run_dir: Path, folder: Path, words: list[str], tokens: int) -> tuple[T
             (folder / name).symlink_to((run_dir / name).resolve())
     run = Training(load(["recipe=smollm2-135m", "train.epochs=2", *changes, f"run_dir={folder}", "resume=never"]))
     run.cache = FeatureCache(folder.parent / "features", run.model.trunk, ALL_EXITS)
-    learned, held_apart = run.batches[:-HELD_APART], run.batches[-HELD_APART:]
+    learned, held_apart = run.batches[:-HELD_APART], [everywhere(batch) for batch in run.batches[-HELD_APART:]]
     wanted = tokens * float(share[0].partition("=")[2]) if share else tokens
     n = 0
     while n < len(learned) and sum(sum(batch.lengths) for batch in learned[:n]) < wanted:
@@ -82,6 +84,11 @@ def train(run_dir: Path, folder: Path, words: list[str], tokens: int) -> tuple[T
     minutes = (time.perf_counter() - start) / 60
     run.batches = held_apart
     return run, minutes
+
+
+def everywhere(batch: MicroBatch) -> MicroBatch:
+    """The same documents, measured at every position, wherever heads learn."""
+    return MicroBatch(tuple(Document(own.ids, supervised([True] * len(own.ids))) for own in batch.documents))
 
 
 @torch.no_grad()
@@ -104,7 +111,8 @@ def agreements(run: Training) -> list[float]:
 def decode(heads: Path, prompts: int, new_tokens: int, threads: int) -> list[dict[str, Any]]:
     """Rows of hispec-bench."""
     words = f"""model={heads} prompts=[held_out] max_prompts={prompts} max_new_tokens={new_tokens} repeats=1
-        contestants=[plain,one_exit,two_exits,auto] dtype=float32 threads={threads}"""
+        contestants=[plain,one_exit,two_exits,auto] contestants.auto.lookup=false dtype=float32 threads={threads}
+        costs=false"""
     bench = Bench(read_options(words.split()))
     bench.run()
     rows: list[dict[str, Any]] = bench.result()["rows"]

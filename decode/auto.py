@@ -176,11 +176,11 @@ class AutoPolicy:
     def looked_up(self, exits: Exits, found: Found, accepted: int, rejected: bool) -> None:
         """The last level has decided on tokens that the text offered.
 
-        A hierarchy answers for what it takes longer than plain decoding to carry them up.
+        A hierarchy answers for what it takes longer than plain decoding to carry them up, if it does.
         """
         self.found[found.matched].see(accepted, accepted + rejected)
         n = len(found.tokens)
-        self.accounts[exits].seconds += self._carrying(exits)[n - 1] - self._carrying(())[n - 1]
+        self.accounts[exits].seconds += max(0.0, self._carrying(exits)[n - 1] - self._carrying(())[n - 1])
 
     def earned(self, exits: Exits, tokens: int) -> None:
         """The last level has committed tokens."""

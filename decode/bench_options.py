@@ -95,7 +95,7 @@ class BenchOptions(Config):
     template: bool = True
     """Wrap each prompt as a user's message in the model's chat template, if it has one."""
     contestants: dict[str, ContestantOptions] | None = None
-    """Who takes part, [NAME,...]; null: hf, plain, one_exit, two_exits, as far as the model has exits."""
+    """Who takes part, [NAME,...]; null: hf, plain, one_exit, two_exits, auto, as far as the model has exits."""
     sweep: SweepOptions | None = None
     """Every exit and pair of exits as further contestants: sweep.exits=[4,8,12]."""
     batches: list[int] = [1]
@@ -147,7 +147,7 @@ class BenchOptions(Config):
         return value
 
 
-DEFAULT_CONTESTANTS = ["hf", "plain", "one_exit", "two_exits"]
+DEFAULT_CONTESTANTS = ["hf", "plain", "one_exit", "two_exits", "auto"]
 
 
 def as_mapping(value: object, empty: object) -> object:

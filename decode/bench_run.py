@@ -102,7 +102,7 @@ class Bench:
     def result(self) -> dict[str, Any]:
         """What is finished, as it is written."""
         model, options = self.model, self.options
-        ways = {name: (own.exits, own.policy) for name, own in self.contestants.items() if name not in HF}
+        ways = {n: (own.exits, own.policy, own.lookup) for n, own in self.contestants.items() if n not in HF}
         return {
             "format": 2,
             "complete": self.complete,

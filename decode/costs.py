@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from hispec import ranks
 from hispec.base import cache_folder
@@ -25,6 +26,8 @@ from hispec.decode.level import Level
 from hispec.decode.machine import processor
 from hispec.decode.runner import Eager
 
+# Raised when passes are measured in another way, so that what was kept before is not used.
+METHOD = 2
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 # Rows of one sequence in a pass, at most: more than the longest draft and the token before it.
 PER_SEQUENCE = 16
@@ -89,7 +92,8 @@ def measure(levels: Sequence[Level], cache: KVCache, max_batch: int, rows: Seque
     """
     runner = Eager(cache)
     seconds = {name_of(level, read): [math.inf] * len(rows) for level in levels for read in (False, True)}
-    for _ in range(1 + ROUNDS):  # the first compiles and allocates, and is hardly ever the best
+    rounds = tqdm(range(1 + ROUNDS), desc="measuring passes", unit="round", leave=False, disable=None)
+    for _ in rounds:  # the first compiles and allocates, and is hardly ever the best
         # Level after level, as in decoding: what one reads drives the other's weights out of the caches.
         for (at, n_rows), level in itertools.product(enumerate(rows), levels):
             parts = _parts(level, n_rows, max_batch)
@@ -133,7 +137,7 @@ def _key(levels: Sequence[Level], cache: KVCache, max_batch: int, model_key: str
         torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else f"{processor()} x {os.cpu_count()}"
     )
     parts = [
-        model_key, device, str(levels[0].trunk.dtype), torch.get_num_threads(), max_batch, PER_SEQUENCE,
+        METHOD, model_key, device, str(levels[0].trunk.dtype), torch.get_num_threads(), max_batch, PER_SEQUENCE,
         [name_of(level, True) for level in levels], *(metadata.version(name) for name in ("torch", "transformers")),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:24]

@@ -31,10 +31,11 @@ def exits_of(levels: Sequence[Level]) -> Exits:
 
 
 def make_hierarchies(levels: list[Level]) -> dict[Exits, list[Level]]:
-    """Every choice of a hierarchy's exits as a hierarchy of its own; levels over the same layers are the same."""
+    """Every choice of up to two of a hierarchy's exits, and all, as a hierarchy of its own; levels over the same layers
+    are the same. Choices of more would soon be too many to measure."""
     known = {(level.start, level.stop): level for level in levels}
     hierarchies: dict[Exits, list[Level]] = {}
-    for n in range(len(levels)):
+    for n in sorted({*range(min(3, len(levels))), len(levels) - 1}):
         for chosen in itertools.combinations(levels[:-1], n):
             start, hierarchy = 0, []
             for level in (*chosen, levels[-1]):

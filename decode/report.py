@@ -68,13 +68,13 @@ def is_sweep(row: Row) -> bool:
 
 def warnings(rows: Sequence[Row]) -> list[str]:
     """A line if speculation is slower than decoding plainly, with what to do."""
-    slow = [row for row in rows if row["acceptance"] and row["ratio_to_plain"] < 1.0]
+    slow = [row for row in rows if row["policy"] not in (None, "auto") and row["ratio_to_plain"] < 1.0]
     if not slow:
         return []
     named = ", ".join(f"{row['contestant']} {row['ratio_to_plain']:.2f}x" for row in slow)
     return [
-        f"warning: slower than plain decoding: {named}. Decode plainly (exits=[]), with fewer exits or shorter drafts"
-        " (policy=fixed:1), or train the heads on more text like this: drafts have to be accepted to pay"
+        f"warning: slower than plain decoding: {named}. Decode with policy=auto, which finds out what pays, or train"
+        " the heads on more text like this: drafts have to be accepted to pay"
     ]
 
 
@@ -133,7 +133,11 @@ def _key(row: Row) -> tuple[str, str, int]:
 def _both(before: Row, after: Row) -> list[str]:
     speeds = before["tokens_per_s"], after["tokens_per_s"]
     ratios = before["ratio_to_plain"], after["ratio_to_plain"]
-    ways = [f"{row['exits']} {row['policy']}" for row in (before, after) if row["exits"] is not None]
+    ways = [
+        f"{row['exits']} {row['policy']}{' and lookup' if row['lookup'] else ''}"
+        for row in (before, after)
+        if row["exits"] is not None
+    ]
     return [
         f"{before['prompt_set']} {before['contestant']} batch {before['batch']}",
         *(f"{speed:.1f}" for speed in speeds),
@@ -180,7 +184,7 @@ def _positions(row: Row) -> list[str]:
 
 
 def _looked_up(row: Row) -> list[str]:
-    accepted, tokens = row.get("looked_up", (0, 0))  # results of earlier versions have none
+    accepted, tokens = row["looked_up"] or (0, 0)
     return [f"looked up by {row['contestant']}: {tokens} tokens, {accepted / tokens:.0%} accepted"] if tokens else []
 
 

@@ -11,6 +11,7 @@ from hispec.decode.stats import Stats
 from hispec.errors import DataError, FileError
 
 Row = dict[str, Any]
+Way = tuple[list[int] | None, str | None, bool | None]
 # What only our engine counts.
 _COUNTED = (
     "acceptance", "acceptance_by_position", "judged_by_position", "looked_up", "tokens_per_full_pass", "time_share",
@@ -46,10 +47,10 @@ class Turn:
     by: dict[str, Measurement]
 
 
-def make_rows(turns: Sequence[Turn], names: Sequence[str], ways: Mapping[str, tuple[Any, Any]]) -> list[Row]:
+def make_rows(turns: Sequence[Turn], names: Sequence[str], ways: Mapping[str, Way]) -> list[Row]:
     """A row per batch size, prompt set and contestant; several sets have rows `all` too.
 
-    `names`: contestants in the order of the table. `ways`: exits and policy of ours.
+    `names`: contestants in the order of the table. `ways`: exits, policy and lookup of ours.
     """
     rows = []
     for batch in dict.fromkeys(turn.batch for turn in turns):
@@ -57,11 +58,13 @@ def make_rows(turns: Sequence[Turn], names: Sequence[str], ways: Mapping[str, tu
         sets = list(dict.fromkeys(turn.prompt_set for turn in mine))
         for prompt_set in [*sets, *(["all"] if len(sets) > 1 else [])]:
             own = [turn for turn in mine if prompt_set in ("all", turn.prompt_set)]
-            rows += [_row(name, prompt_set, own, ways.get(name, (None, None))) for name in names if name in own[0].by]
+            rows += [
+                _row(name, prompt_set, own, ways.get(name, (None, None, None))) for name in names if name in own[0].by
+            ]
     return rows
 
 
-def _row(name: str, prompt_set: str, turns: Sequence[Turn], way: tuple[Any, Any]) -> Row:
+def _row(name: str, prompt_set: str, turns: Sequence[Turn], way: Way) -> Row:
     """A contestant's figures over these turns."""
     own = [turn.by[name] for turn in turns]
     plain = [turn.by["plain"] for turn in turns]
@@ -79,6 +82,7 @@ def _row(name: str, prompt_set: str, turns: Sequence[Turn], way: tuple[Any, Any]
         "batch": turns[0].batch,
         "exits": way[0],
         "policy": way[1],
+        "lookup": way[2],
         "tokens_per_s": statistics.median(speeds),
         "tokens_per_s_range": [min(speeds), max(speeds)],
         "ratio_to_plain": statistics.median(ratios),
@@ -165,6 +169,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         data = json.loads(path.read_text())
+        if "results" in data:
+            raise DataError(f"{path} was written by an earlier version of hispec-bench; measure again")
         if not isinstance(data["rows"], list) or not data["rows"]:
             raise KeyError("rows")
     except OSError as error:

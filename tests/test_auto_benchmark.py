@@ -69,7 +69,7 @@ def test_random_heads_are_of_the_same_kind_and_say_nothing_about_themselves(
 
 def test_policies_are_those_that_the_exits_allow(script: dict[str, Any]) -> None:
     one, two = script["contestants"]((4,)), script["contestants"]((4, 8, 12))
-    assert list(one) == ["plain", "auto", "fixed:1", "fixed:2", "fixed:4"]
+    assert list(one) == ["plain", "plain_lookup", "auto", "fixed:1", "fixed:2", "fixed:4"]
     assert list(two) == [*one, "fixed:1,1", "fixed:2,2", "fixed:2,4"]
     assert two["fixed:2"] == {"exits": [4], "policy": "fixed:2"}
     assert two["fixed:2,4"] == {"exits": [4, 8], "policy": "fixed:2,4"}

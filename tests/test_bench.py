@@ -29,10 +29,10 @@ from hispec.errors import FileError
 
 ROOT = Path(__file__).parents[1]
 KEYS = {
-    "prompt_set", "contestant", "batch", "exits", "policy", "tokens_per_s", "tokens_per_s_range", "ratio_to_plain",
-    "ratio_quartiles", "ratio_per_turn", "identical", "identical_outputs", "acceptance", "acceptance_by_position",
-    "judged_by_position", "looked_up", "tokens_per_full_pass", "time_share", "tokens", "seconds", "repeats",
-    "peak_memory_bytes",
+    "prompt_set", "contestant", "batch", "exits", "policy", "lookup", "tokens_per_s", "tokens_per_s_range",
+    "ratio_to_plain", "ratio_quartiles", "ratio_per_turn", "identical", "identical_outputs", "acceptance",
+    "acceptance_by_position", "judged_by_position", "looked_up", "tokens_per_full_pass", "time_share", "tokens",
+    "seconds", "repeats", "peak_memory_bytes",
 }  # fmt: skip
 
 
@@ -229,25 +229,26 @@ def test_what_was_looked_up_has_a_line_of_its_own() -> None:
         "tokens_per_full_pass": 2.0, "peak_memory_bytes": None,
     }  # fmt: skip
     assert "looked up by plain_lookup: 40 tokens, 75% accepted" in block([row | {"looked_up": [30, 40]}])
-    for others in (row, row | {"looked_up": [0, 0]}):  # a result of an earlier version tells nothing
-        assert not any("looked up by" in line for line in block([others]))
+    for nothing in ([0, 0], None):
+        assert not any("looked up by" in line for line in block([row | {"looked_up": nothing}]))
 
 
 def test_p01_slower_than_plain_is_said_with_what_to_do() -> None:
     from hispec.decode.report import warnings
 
-    def row(name: str, ratio: float, acceptance: list[float] | None) -> dict[str, Any]:
-        return {"contestant": name, "ratio_to_plain": ratio, "acceptance": acceptance}
+    def row(name: str, ratio: float, policy: str | None) -> dict[str, Any]:
+        return {"contestant": name, "ratio_to_plain": ratio, "policy": policy}
 
     rows = [
-        row("plain", 1.0, None),
+        row("plain", 1.0, "fixed:1"),
         row("hf", 0.5, None),
-        row("one_exit", 1.2, [0.6]),
-        row("two_exits", 0.8, [0.1, 0.1]),
+        row("auto", 0.99, "auto"),
+        row("one_exit", 1.2, "fixed:1"),
+        row("two_exits", 0.8, "fixed:1,1"),
     ]
     (line,) = warnings(rows)
-    assert line.startswith("warning: slower than plain decoding: two_exits 0.80x. Decode plainly (exits=[])")
-    assert warnings(rows[:3]) == []
+    assert line.startswith("warning: slower than plain decoding: two_exits 0.80x. Decode with policy=auto")
+    assert warnings(rows[:4]) == []
 
 
 # Pictures.

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from hispec.config import Config, HeadConfig, check_exits, check_repo_id, default_exits
+from hispec.decode.policy import parse_policy
 from hispec.errors import ConfigError
 
 Answers = Literal["given", "trunk"]
@@ -223,7 +224,15 @@ class EvalConfig(Config):
     max_new_tokens: int = Field(default=64, ge=2)
     """Tokens the trunk answers each with."""
     policy: str = "fixed:2,4"
-    """The decoder's policy, simulated and real."""
+    """The decoder's policy, simulated and real: a fixed one, as a simulation has no costs to go by."""
+
+    @field_validator("policy")
+    @classmethod
+    def _fixed(cls, value: str) -> str:
+        if value == "auto":
+            raise ValueError("'auto' cannot be simulated; give a fixed policy such as fixed:2,4")
+        parse_policy(value, 2)
+        return value
 
 
 class WandbConfig(Config):
