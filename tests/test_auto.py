@@ -53,6 +53,12 @@ def test_every_choice_of_exits_is_a_hierarchy_and_shares_levels() -> None:
     assert all(exits_of(levels) == exits for exits, levels in known.items())
 
 
+def test_of_many_exits_only_pairs_and_all_are_hierarchies() -> None:
+    own = trunk("llama_gqa")
+    known = make_hierarchies(make_levels(own, [FlakyHead(own, at, slot=at) for at in range(1, 6)]))
+    assert [len(exits) for exits in known] == [0] + [1] * 5 + [2] * 10 + [5]
+
+
 def test_costs_lie_on_lines_between_what_was_measured() -> None:
     level = hierarchies()[()][0]
     own = Costs({"0-6": [1.0, 1.2, 2.0], "0-6+": [3.0, 3.0, 3.0]}, [1, 2, 4])

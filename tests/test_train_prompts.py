@@ -231,3 +231,18 @@ def test_a_plan_reckons_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[
     tokens = sum(len(prompt_ids(tiny_tokenizer(), row)) + 10 for row in rows)
     out = capsys.readouterr().out
     assert f"about {tokens:,} tokens" in out and "def " in out
+
+
+def test_heads_learn_from_answers_or_from_all(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        json.dumps({"messages": [{"role": r, "content": "hi there"} for r in ("user", "assistant")]}) + "\n"
+    )
+
+    def marks(**data: Any) -> list[bool]:
+        own = config(tmp_path, "tiny", data={"source": str(rows), **data})
+        (document,) = setup.documents_for(untrained(), setup.read_tokens(own, tiny_tokenizer()), own)
+        return [bool(mark) for mark in document.supervised]
+
+    some, all_ = marks(), marks(learn_from="all")
+    assert 0 < sum(some) < len(some) - 1 and all_ == [True] * (len(some) - 1) + [False]
