@@ -92,8 +92,8 @@ def test_every_setting_is_measured_and_kept(
     result = json.loads((tmp_path / "auto.json").read_text())
     settings = [(s["heads"], s["prompt_set"], s["batch"]) for s in result["settings"]]
     assert settings == [(h, name, b) for h in ("trained", "random") for name in ("one", "two") for b in (1, 8)]
-    assert all(s["identical"] and len(s["tokens_per_s"]) == 8 for s in result["settings"])
-    assert len(result["rows"]) == 8 * 8 and result["limits"] == {"auto_to_plain": 0.97, "auto_to_best": 0.95}
+    assert all(s["identical"] and len(s["tokens_per_s"]) == 9 for s in result["settings"])
+    assert len(result["rows"]) == 8 * 9 and result["limits"] == {"auto_to_plain": 0.97, "auto_to_best": 0.95}
     with pytest.raises(SystemExit) as caught:
         typed(words[0], "no_such_set")
     assert caught.value.code == 2 and "unknown prompt set 'no_such_set'" in capsys.readouterr().err

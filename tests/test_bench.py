@@ -553,7 +553,7 @@ def test_a_model_without_heads_is_measured_with_who_remains(typed: Typed, base: 
     out = typed(f"model={base}", "heads=none", "max_prompts=1", "max_prompt_tokens=70", "max_new_tokens=2", "repeats=1")
     assert "two_exits is left out: it needs 2 exits with heads, this model has []" in out
     rows = [line.split()[0] for line in out.splitlines() if line.endswith(" yes")]
-    assert rows == ["hf", "plain"]
+    assert rows == ["hf", "plain", "auto"]
 
 
 def test_few_tokens_are_room_enough_for_the_warm_up(typed: Typed, heads: Path, tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from hispec.train.config import LaunchConfig
 
 BIN = Path(sys.executable).parent
 SCRIPT = "import sys; from hispec.train.cli import main; sys.exit(main())"
-# Enough steps that a run which is interrupted at its first ones is not over before it hears of it.
-RUN = ["recipe=tiny", "train.max_steps=30", "train.save_every=100", "eval.max_prompts=1", "eval.max_new_tokens=8"]
+RUN = ["recipe=tiny", "train.max_steps=30", "train.save_every=500", "eval.max_prompts=1", "eval.max_new_tokens=8"]
 STARTERS = [name for starter in ranks.STARTERS for name in starter]
 
 
@@ -60,10 +59,12 @@ def heads(run_dir: Path) -> bytes:
 @pytest.mark.slow
 def test_t16_every_way_to_start_two_ranks_gives_the_same_heads(tmp_path: Path) -> None:
     """Plain (interrupted, and gone on with), deepspeed with its --local_rank, and torchrun."""
+    # More, as a machine may be slow to hand on a signal.
+    steps = [*RUN, "train.max_steps=150"]
     script = tmp_path / "hispec-train"
     script.write_text(SCRIPT)
     plain = tmp_path / "plain"
-    words = ["-m", "hispec.train.cli", *RUN, "launch.ranks=2", f"run_dir={plain}"]
+    words = ["-m", "hispec.train.cli", *steps, "launch.ranks=2", f"run_dir={plain}"]
     first = begin(tmp_path, *words)
     wait_for(plain / "metrics.jsonl", first)
     first.send_signal(signal.SIGINT)
@@ -75,14 +76,14 @@ def test_t16_every_way_to_start_two_ranks_gives_the_same_heads(tmp_path: Path) -
     out = finish(
         begin(
             tmp_path, "-m", "deepspeed.launcher.runner", "--num_accelerators=2", f"--master_port={ranks.free_port()}",
-            str(script), *RUN, f"run_dir={tmp_path / 'deepspeed'}",
+            str(script), *steps, f"run_dir={tmp_path / 'deepspeed'}",
         )
     )  # fmt: skip
     assert "--local_rank=1" in out and "ranks 2 = 2048" in out
     out = finish(
         begin(
             tmp_path, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={ranks.free_port()}",
-            str(script), *RUN, f"run_dir={tmp_path / 'torchrun'}",
+            str(script), *steps, f"run_dir={tmp_path / 'torchrun'}",
         )
     )  # fmt: skip
     assert "ranks 2 = 2048" in out
