@@ -28,7 +28,7 @@ MAX_DRAFT, MAX_WAITING = 8, 16
 ENOUGH, HALF_LIFE = 6, 64
 DECAY = 0.5 ** (1 / HALF_LIFE)
 # Another hierarchy must be better by this much, or noise would move sequences to and fro.
-BETTER = 1.02
+BETTER, FAR_BETTER = 1.02, 1.2
 # One of so many new sequences tries a hierarchy that did not look best; of one of so many offers of the text that did
 # not look worth it, a token is taken.
 TRY_EVERY = 16
@@ -85,11 +85,19 @@ class AutoPolicy:
 
     # What runs.
 
-    def start(self, batch: int) -> Exits:
-        """The hierarchy of a new sequence, one of `batch`."""
+    def start(self, batch: int, company: Sequence[Exits] = ()) -> Exits:
+        """The hierarchy of a new sequence, one of `batch`; `company`: the hierarchies of those that are there.
+
+        Sequences of one hierarchy share their passes, so a new one joins the others unless another hierarchy is far
+        better, and at larger batches others are tried less often.
+        """
         self._started, self.batch = self._started + 1, batch
         exits = self._best(self.hierarchies)
-        if self._started % TRY_EVERY == 0:
+        if company:
+            ((common, _),) = Counter(company).most_common(1)
+            if self.rate(exits) <= FAR_BETTER * self.rate(common):
+                exits = common
+        if self._started % (TRY_EVERY * batch) == 0:
             others = [other for other in self.hierarchies if other and other != exits]
             exits = min(others, key=lambda other: self.accounts[other].starts, default=exits)
         self.accounts[exits].starts += 1

@@ -13,7 +13,7 @@ import torch
 from hispec.decode.auto import AutoPolicy
 from hispec.decode.blocks import BLOCK_SIZE, BlockPool, blocks_for
 from hispec.decode.cache import KVCache
-from hispec.decode.hierarchy import exits_of
+from hispec.decode.hierarchy import Exits, exits_of
 from hispec.decode.level import Judged, Level, Task
 from hispec.decode.lookup import NOTHING
 from hispec.decode.policy import Action, Policy, Sight
@@ -56,6 +56,8 @@ class Engine:
         self.lookup = lookup
         self.queue: deque[Sequence] = deque()
         self.live: list[Sequence] = []
+        # Per hierarchy, the step in which it last had its turn.
+        self._turns: dict[Exits, int] = {}
         self.count_anew()
 
     @property
@@ -165,11 +167,20 @@ class Engine:
         return True
 
     def _next(self) -> tuple[Level, list[Task]]:
-        """The level that the policy picks among those that sequences want next, and all that want it."""
+        """The level that the policy picks among those that sequences want next, and all that want it.
+
+        Hierarchies take turns: sequences of one never wait until those of another are as far.
+        """
         budget = self.prefill_chunk - sum(s.counts[0] - s.counts[-1] for s in self.live if s.goal is not None)
         wanted = [(sequence, self._action(sequence, budget)) for sequence in self.live]
-        levels = {s.levels[action.level].number: s.levels[action.level] for s, action in wanted if action is not None}
-        level = levels[self.policy.choose(levels)]
+        by_exits: dict[Exits, dict[int, Level]] = {}
+        for sequence, action in wanted:
+            if action is not None:
+                level = sequence.levels[action.level]
+                by_exits.setdefault(exits_of(sequence.levels), {})[level.number] = level
+        exits = min(by_exits, key=lambda own: self._turns.get(own, 0))
+        self._turns[exits] = 1 + max(self._turns.values(), default=0)
+        level = by_exits[exits][self.policy.choose(by_exits[exits])]
         tasks = []
         for sequence, action in wanted:
             if action is None or sequence.levels[action.level] is not level:
@@ -265,7 +276,9 @@ class Engine:
     def _choose_levels(self, sequence: Sequence) -> None:
         levels = self.levels
         if self.auto is not None:
-            levels = self.auto.hierarchies[self.auto.start(min(self.max_batch, len(self.live) + len(self.queue)))]
+            company = [exits_of(other.levels) for other in self.live if other.levels and other is not sequence]
+            batch = min(self.max_batch, len(self.live) + len(self.queue))
+            levels = self.auto.hierarchies[self.auto.start(batch, company)]
         sequence.levels = list(levels)
         sequence.start_over(len(levels))
 

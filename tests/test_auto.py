@@ -9,9 +9,9 @@ from decode_fixtures import PROMPTS, FlakyHead, decoding, trunk, wanted, with_he
 from decode_fixtures import silenced as with_silent_layers
 
 from hispec import HiSpecModel, SamplingParams
-from hispec.decode.auto import ENOUGH, AutoPolicy, expected_rate
+from hispec.decode.auto import ENOUGH, TRY_EVERY, AutoPolicy, expected_rate
 from hispec.decode.costs import ROWS, Costs, name_of
-from hispec.decode.hierarchy import exits_of, make_hierarchies, make_levels
+from hispec.decode.hierarchy import Exits, exits_of, make_hierarchies, make_levels
 from hispec.decode.level import Level
 from hispec.decode.policy import Action, Sight
 from hispec.trunk import Trunk
@@ -73,6 +73,20 @@ def test_a_good_head_is_used_and_a_useless_one_is_not() -> None:
     assert policy({1: 0.9, 3: 0.9}).start(1) in [(1,), (1, 3)]
     assert policy({1: 0.02, 3: 0.02}).start(1) == ()
     assert policy({1: 0.05, 3: 0.95}, per_head=0.1).start(1) == (3,)
+
+
+def test_a_new_sequence_shares_the_passes_of_the_others_unless_it_does_far_better() -> None:
+    own = policy({1: 0.02, 3: 0.02})
+    assert own.start(4) == ()
+    seconds = 1.0 / own.rate(())
+    for exits, tokens in (((1,), 0.5), ((3,), 0.9)):
+        account = own.accounts[exits]
+        account.verdicts, account.tokens, account.seconds = 99, tokens, seconds
+    assert own.start(4, [(1,), (3,), (3,)]) == (3,) and own.start(4, [(1,), (1,), (3,)]) == ()
+    own.accounts[1,].tokens = 2.0
+    assert own.start(4, [(3,), (3,)]) == (1,)
+    tried = [exits for _ in range(2 * 4 * TRY_EVERY) if (exits := own.start(4, [(1,)])) != (1,)]
+    assert len(tried) == 2
 
 
 def test_the_expected_rate_is_tokens_over_the_passes_they_take() -> None:
@@ -159,7 +173,7 @@ def test_auto_may_change_its_mind_at_any_moment(seed: int) -> None:
         return among[int(torch.randint(len(among), (), generator=chance))]
 
     class Fickle(AutoPolicy):
-        def start(self, batch: int) -> tuple[int, ...]:
+        def start(self, batch: int, company: Sequence[Exits] = ()) -> Exits:
             return pick(list(self.hierarchies))
 
         def leave(self, exits: tuple[int, ...]) -> tuple[int, ...]:
@@ -173,6 +187,25 @@ def test_auto_may_change_its_mind_at_any_moment(seed: int) -> None:
         for _ in range(2):
             assert [completion.ids for completion in decoder.generate(PROMPTS * 2, params)] == expected
             assert decoder._engine.pool.n_free == 16
+
+
+def test_hierarchies_take_turns() -> None:
+    class Mixed(AutoPolicy):
+        def start(self, batch: int, company: Sequence[Exits] = ()) -> Exits:
+            return max(self.hierarchies, key=len) if company else ()
+
+        def leave(self, exits: Exits) -> Exits:
+            return exits
+
+    with decoding(model_of("llama_gqa", 9), policy="auto", lookup=False) as decoder:
+        decoder.policy.__class__ = Mixed
+        params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+        first, second = (decoder.add(prompt, params) for prompt in PROMPTS[:2])
+        n = dict.fromkeys((first, second), 0)
+        while n[first] < 30:
+            for update in decoder.step():
+                n[update.index] += len(update.ids)
+        assert n[second] > 3, "the deeper levels of the second are not to wait for the first to end"
 
 
 def test_a_sequence_that_waits_for_room_chooses_once() -> None:
