@@ -29,6 +29,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 def begin(folder: Path, *command: str) -> subprocess.Popen[str]:
     """A command of a user, whose own processes end with it."""
+    # Where tests run in the background of a shell, Ctrl-C is ignored, and so it would be there.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, *command], env=environment(folder), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
