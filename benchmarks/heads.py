@@ -21,12 +21,14 @@ import torch
 from hispec.attention import PackedAttention
 from hispec.decode.bench_options import read_options
 from hispec.decode.bench_run import Bench
+from hispec.decode.results import write_json
+from hispec.errors import FileError, HiSpecError
 from hispec.train.cli import load
 from hispec.train.data import Document, MicroBatch
 from hispec.train.evaluate import agreement
 from hispec.train.features import FeatureCache
 from hispec.train.loop import Training, n_steps
-from hispec.train.masks import supervised
+from hispec.train.masks import everywhere
 
 # Settings that differ from the baseline, by the name they have in the table.
 LEVERS: dict[str, list[str]] = {
@@ -68,7 +70,7 @@ def train(run_dir: Path, folder: Path, words: list[str], tokens: int) -> tuple[T
             (folder / name).symlink_to((run_dir / name).resolve())
     run = Training(load(["recipe=smollm2-135m", "train.epochs=2", *changes, f"run_dir={folder}", "resume=never"]))
     run.cache = FeatureCache(folder.parent / "features", run.model.trunk, ALL_EXITS)
-    learned, held_apart = run.batches[:-HELD_APART], [everywhere(batch) for batch in run.batches[-HELD_APART:]]
+    learned, held_apart = run.batches[:-HELD_APART], [at_every_position(batch) for batch in run.batches[-HELD_APART:]]
     wanted = tokens * float(share[0].partition("=")[2]) if share else tokens
     n = 0
     while n < len(learned) and sum(sum(batch.lengths) for batch in learned[:n]) < wanted:
@@ -86,9 +88,9 @@ def train(run_dir: Path, folder: Path, words: list[str], tokens: int) -> tuple[T
     return run, minutes
 
 
-def everywhere(batch: MicroBatch) -> MicroBatch:
+def at_every_position(batch: MicroBatch) -> MicroBatch:
     """The same documents, measured at every position, wherever heads learn."""
-    return MicroBatch(tuple(Document(own.ids, supervised([True] * len(own.ids))) for own in batch.documents))
+    return MicroBatch(tuple(Document(own.ids, everywhere(len(own.ids))) for own in batch.documents))
 
 
 @torch.no_grad()
@@ -158,6 +160,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every lever that is asked for, kept as soon as it is measured."""
+    rows = []
+    for name in arguments.only or LEVERS:
+        rows.append(measure(name, LEVERS[name], arguments))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        if arguments.output is not None:
+            write_json(arguments.output, {"levers": rows})
+    return rows
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -171,13 +184,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    rows = []
-    for name in arguments.only or LEVERS:
-        rows.append(measure(name, LEVERS[name], arguments))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        if arguments.output is not None:
-            arguments.output.write_text(json.dumps(rows, indent=2) + "\n")
-    print(table(rows))
+    try:
+        if not (arguments.run_dir / "answers").is_dir():
+            raise FileError(f"{arguments.run_dir} holds no answers; give the run_dir of a run of recipe=smollm2-135m")
+        print(table(run(arguments)))
+    except HiSpecError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

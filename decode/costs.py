@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -59,21 +59,22 @@ def name_of(level: Level, read: bool) -> str:
     return f"{level.start}-{level.stop}{'+' if read else ''}"
 
 
-def costs_of(levels: Sequence[Level], cache: KVCache, max_batch: int, model_key: str) -> Costs:
+def costs_of(levels: Sequence[Level], make_cache: Callable[[int], KVCache], max_batch: int, model_key: str) -> Costs:
     """The costs of these levels, from the file of an earlier measurement on this machine if there is one.
 
-    `model_key` tells models and heads apart. `cache` must hold `max_batch` sequences of CONTEXT + 64 tokens.
+    `model_key` tells models and heads apart, by what their passes cost. `make_cache`: from a number of blocks, for the
+    time of measuring.
     """
     rows = [n for n in ROWS if n <= PER_SEQUENCE * max_batch]
     if ranks.joined():
         # They measure together, and decide alike: by what the first one measured.
-        return Costs(ranks.share(measure(levels, cache, max_batch, rows).seconds), rows)
-    path = cache_folder() / "costs" / f"{_key(levels, cache, max_batch, model_key)}.json"
+        return Costs(ranks.share(measure(levels, make_cache(_blocks(max_batch)), max_batch, rows).seconds), rows)
+    path = cache_folder() / "costs" / f"{_key(levels, max_batch, model_key)}.json"
     try:
         kept: dict[str, Any] = json.loads(path.read_text())
         return Costs(kept["seconds"], kept["rows"])
     except (OSError, ValueError, KeyError):
-        costs = measure(levels, cache, max_batch, rows)
+        costs = measure(levels, make_cache(_blocks(max_batch)), max_batch, rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -122,7 +123,7 @@ def _parts(level: Level, n_rows: int, max_batch: int) -> list[Part]:
     return parts
 
 
-def blocks_needed(max_batch: int) -> int:
+def _blocks(max_batch: int) -> int:
     """Blocks of the cache that `measure` wants."""
     return max(min(max_batch, n) * blocks_for(CONTEXT + n) for n in ROWS if n <= PER_SEQUENCE * max_batch)
 
@@ -132,10 +133,9 @@ def _wait(x: torch.Tensor) -> None:
         torch.cuda.synchronize(x.device)
 
 
-def _key(levels: Sequence[Level], cache: KVCache, max_batch: int, model_key: str) -> str:
-    device = (
-        torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else f"{processor()} x {os.cpu_count()}"
-    )
+def _key(levels: Sequence[Level], max_batch: int, model_key: str) -> str:
+    at = levels[0].trunk.device
+    device = torch.cuda.get_device_name(at) if at.type == "cuda" else f"{processor()} x {os.cpu_count()}"
     parts = [
         METHOD, model_key, device, str(levels[0].trunk.dtype), torch.get_num_threads(), max_batch, PER_SEQUENCE,
         [name_of(level, True) for level in levels], *(metadata.version(name) for name in ("torch", "transformers")),

@@ -1,5 +1,6 @@
 """The decoder that people use: prompts in, completions out."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +9,11 @@ import torch
 from tqdm import tqdm
 
 from hispec import ranks
-from hispec.checkpoint import fingerprint
 from hispec.decode.auto import AutoPolicy
 from hispec.decode.blocks import BlockPool, blocks_for
 from hispec.decode.cache import block_bytes, blocks_that_fit
 from hispec.decode.compiled import compile_layers, uncompile
-from hispec.decode.costs import blocks_needed, costs_of
+from hispec.decode.costs import costs_of
 from hispec.decode.engine import Engine
 from hispec.decode.hierarchy import make_cache, make_hierarchies, make_levels, stored
 from hispec.decode.policy import Policy, parse_policy
@@ -314,9 +314,9 @@ class Decoder:
         different = {level.number: level for levels in hierarchies.values() for level in levels}
         costs = costs_of(
             list(different.values()),
-            make_cache(self.levels, blocks_needed(self.max_batch)),
+            functools.partial(make_cache, self.levels),
             self.max_batch,
-            repr((fingerprint(self.model.trunk, self.model.tokenizer), [h.config for h in self.model.heads_list])),
+            repr((self.model.trunk.model.config.to_json_string(), [head.config for head in self.model.heads_list])),
         )
         measured = {row["exit"]: row["top1"] for row in self.model.metrics.get("exits", [])}
         return AutoPolicy(hierarchies, costs, measured)

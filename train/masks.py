@@ -11,6 +11,8 @@ where decoding starts; the end marker is not, because nothing is asked of a mode
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +26,11 @@ WORDS = "uSeRsWoRdS"
 def supervised(answer: Sequence[bool]) -> list[bool]:
     """The positions to train at, [T], from the tokens that belong to answers, [T]."""
     return [*answer[1:], False]
+
+
+def everywhere(n: int) -> npt.NDArray[np.bool_]:
+    """As `supervised`, if all of `n` tokens belonged to an answer; an array, as there may be very many."""
+    return np.arange(n) < n - 1
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

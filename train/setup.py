@@ -25,7 +25,7 @@ from hispec.train.calibrate import choose_exits
 from hispec.train.choice import Choice
 from hispec.train.config import TrainConfig
 from hispec.train.data import Document, MicroBatch, frequent_tokens, pack, text_documents
-from hispec.train.masks import encode_prompt, supervised
+from hispec.train.masks import encode_prompt, everywhere
 from hispec.train.own_prompts import OwnPrompts, opening_of
 from hispec.train.rows import Row, read_file
 from hispec.train.shard import load_sharded
@@ -237,7 +237,7 @@ def documents_for(plain: HiSpecModel, tokens: Tokens, config: TrainConfig) -> li
     if data.stdlib_tokens:
         documents += text_documents(packaged.stdlib_rows(seed), plain.tokenizer, data.max_len, data.stdlib_tokens, seed)
     if data.learn_from == "all":
-        documents = [Document(document.ids, supervised([True] * len(document.ids))) for document in documents]
+        documents = [Document(document.ids, everywhere(len(document.ids))) for document in documents]
     n_tokens = sum(len(document.ids) for document in documents)
     n_trained = sum(int(np.sum(document.supervised)) for document in documents)
     log.info("%d documents, %d tokens, %d of them supervised", len(documents), n_tokens, n_trained)
