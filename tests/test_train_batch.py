@@ -9,7 +9,7 @@ from train_fixtures import config, model_folder
 from hispec.errors import ConfigError
 from hispec.train.batch import solve
 from hispec.train.cli import load, run
-from hispec.train.config import OptimConfig
+from hispec.train.optim_config import OptimConfig
 from hispec.train.setup import prepare
 
 BATCH = ("micro_batch_tokens", "accumulation", "global_batch_tokens")

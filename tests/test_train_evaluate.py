@@ -16,7 +16,8 @@ from hispec.errors import DataError
 from hispec.heads import make_heads
 from hispec.model import HiSpecModel
 from hispec.train.answers import Answers
-from hispec.train.config import DataConfig, EvalConfig
+from hispec.train.config import EvalConfig
+from hispec.train.data_config import DataConfig
 from hispec.train.data import Document, MicroBatch
 from hispec.train.evaluate import Evaluation, agreement
 from hispec.train.features import compute

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hispec.errors import ConfigError
 from hispec.heads import Reading
-from hispec.train.config import LossConfig
+from hispec.train.optim_config import LossConfig
 from hispec.train.losses import LOSSES, METRICS, Lesson, Pair, Teacher, Truth, dense_loss, on_vocabulary, step_loss
 
 S, D, V, R = 23, 16, 50, 3

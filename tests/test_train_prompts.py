@@ -16,7 +16,8 @@ from hispec.errors import DataError
 from hispec.model import HiSpecModel
 from hispec.train import packaged, setup
 from hispec.train.cli import run
-from hispec.train.config import DataConfig, TrainConfig
+from hispec.train.config import TrainConfig
+from hispec.train.data_config import DataConfig
 from hispec.train.masks import encode_prompt, encode_text
 from hispec.train.own_prompts import OwnPrompts, opening_of
 from hispec.train.tiny import tiny_tokenizer

@@ -14,7 +14,7 @@ from train_fixtures import CHAT, GENERATION, PLAIN, model_folder, prompts_file, 
 
 from hispec.errors import DataError, FileError
 from hispec.train import sources
-from hispec.train.config import DataConfig, SourceConfig
+from hispec.train.data_config import DataConfig, SourceConfig
 from hispec.train.tokens import TokenCache, key
 
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from hispec.errors import ConfigError
-from hispec.train.config import OptimConfig
+from hispec.train.optim_config import OptimConfig
 
 MICRO_BATCH = 2048
 

@@ -33,7 +33,7 @@ examples
   hispec-train recipe=smollm2-135m train.lr=1e-3 exits=[4,8] run_dir=runs/mine
   hispec-train recipe=smollm2-135m model=HuggingFaceTB/SmolLM2-135M-Instruct 'data.source=[chats.jsonl]'
 
-settings (reasons: the comments of the recipes, and hispec/train/config.py)
+settings (reasons: the comments of the recipes, and hispec/train/*config.py)
 """
 
 

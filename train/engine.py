@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hispec.heads import Reading
 from hispec.train import ranks
-from hispec.train.config import OptimConfig
+from hispec.train.optim_config import OptimConfig
 from hispec.train.ema import Ema
 from hispec.train.muon import ADAMW, MUON, Muon, takes
 from hispec.train.student import Student

@@ -19,7 +19,8 @@ from hispec.push import PushOptions, again, push
 from hispec.train import checkpoints, ranks, setup
 from hispec.train.batch import solve
 from hispec.train.choice import Choice
-from hispec.train.config import OptimConfig, TrainConfig
+from hispec.train.config import TrainConfig
+from hispec.train.optim_config import OptimConfig
 from hispec.train.data import MicroBatch, batch_order
 from hispec.train.engine import Engine
 from hispec.train.evaluate import Evaluation

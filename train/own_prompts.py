@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from hispec.decode.request import SamplingParams
 from hispec.errors import DataError
 from hispec.model import HiSpecModel
-from hispec.train.config import DataConfig
+from hispec.train.data_config import DataConfig
 from hispec.train.masks import encode_opening
 from hispec.train.packaged import prompt_row
 from hispec.train.rows import Row

@@ -6,7 +6,7 @@
 
 import math
 
-from hispec.train.config import OptimConfig
+from hispec.train.optim_config import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hispec.errors import ConfigError, FileError, first_line
-from hispec.train.config import SourceConfig
+from hispec.train.data_config import SourceConfig
 from hispec.train.rows import JSON, PARQUET, TEXT, Row, find_files, read_file, row_of
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
