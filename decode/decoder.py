@@ -85,7 +85,7 @@ class Decoder:
         `kv_blocks` says how large that is.
 
         Raises:
-            ConfigError: an exit without a head, or a policy that makes no sense.
+            ConfigError: an exit without a head, a policy that makes no sense, or `compile` on a CPU.
         """
         self.model = model
         heads = model.heads_list if exits is None else [self._head(exit_) for exit_ in exits]
@@ -96,6 +96,9 @@ class Decoder:
                 raise ConfigError(f"{name}: {value} must be 1 or more")
         if not 0.0 < gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: {gpu_memory_utilization} must be above 0 and at most 1")
+        if compile and model.trunk.device.type == "cpu":
+            # torch.compile does not take prepacked weights, and what it fuses saves less than those do.
+            raise ConfigError("compile: the model is on a CPU, where compiled layers are no faster; leave it out")
         self.levels = make_levels(model.trunk, heads)
         fixed = None if policy == "auto" else parse_policy(policy, len(self.levels))
         self.max_batch, self.kv_blocks = max_batch, kv_blocks

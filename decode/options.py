@@ -78,7 +78,7 @@ class DecodeOptions(SamplingParams):
     graphs: bool = True
     """GPU: record short passes as CUDA graphs, so that the host does not hold them up."""
     compile: bool = False
-    """Compile each layer with torch.compile: faster short passes on a GPU, after a minute or so of compiling."""
+    """GPU: compile each layer with torch.compile, which makes short passes faster after a minute or so of compiling."""
     exact: bool = False
     """Bitwise the same output whatever batch, drafts and policy, in bf16 too. Every product gets one fixed row count
     (64 on a GPU, 8 on a CPU) and every token is attended for by itself. Prompts run 64 (8) tokens at a time, and a

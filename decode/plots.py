@@ -17,15 +17,17 @@ from hispec.decode.results import Row, level_names
 from hispec.errors import FileError
 
 # Okabe and Ito's colours, which people who see few colours can tell apart; without the yellow, which white swallows.
-_COLOURS = ["#999999", "#56B4E9", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#000000"]
-# In every picture the same colours; contestants of one's own take what follows.
-_KNOWN = ["hf", "hf_prompt_lookup", "hf_early_exit", "plain", "one_exit", "two_exits", "auto"]
+# In every picture the same; contestants that are not named here take black, then those of whoever is not there.
+_COLOURS = {
+    "hf": "#999999", "hf_prompt_lookup": "#56B4E9", "hf_early_exit": "#E69F00", "plain": "#0072B2",
+    "one_exit": "#009E73", "two_exits": "#D55E00", "auto": "#CC79A7",
+}  # fmt: skip
 _PARTS = {"prompts": "#999999", "draft": "#E69F00", "intermediate": "#56B4E9", "full": "#0072B2", "other": "#DDDDDD"}
 _MARKERS = "osD^vP*X"
 _DASHES = ["-", "--", ":", "-."]
 _STYLE: Any = {"font.size": 15, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
-# Positions judged less often than this share of the first one say little.
-_SELDOM = 0.02
+# Positions that were judged fewer times than this share of all tokens say little.
+_SELDOM = 0.01
 
 
 def draw(result: dict[str, Any], folder: Path) -> list[Path]:
@@ -94,12 +96,16 @@ def acceptance(result: dict[str, Any]) -> Figure | None:
         for level, (end, shares, judged) in enumerate(
             zip(ends, row["acceptance_by_position"], row["judged_by_position"], strict=True)
         ):
-            shown = [share for share, n in zip(shares, judged, strict=True) if n >= _SELDOM * judged[0]]
+            shown = [share for share, n in zip(shares, judged, strict=True) if n >= _SELDOM * row["tokens"]]
+            if not shown:
+                continue
             longest = max(longest, len(shown))
             axes.plot(range(1, len(shown) + 1), [100 * share for share in shown],
                       _DASHES[(len(ends) - 1 - level) % len(_DASHES)], color=_colour(names, row["contestant"]),
                       marker=_MARKERS[level], markersize=9, linewidth=2.5,
                       label=f"{row['contestant']}, by {end}")  # fmt: skip
+    if not axes.lines:
+        return None
     axes.set_xticks(range(1, longest + 1))
     axes.set_xlim(0.7, longest + 0.3)
     axes.set_ylim(0, 103)
@@ -216,8 +222,10 @@ def _title(row: Row) -> str:
 
 
 def _colour(names: Sequence[str], name: str) -> str:
-    order = list(dict.fromkeys([*_KNOWN, *names]))
-    return _COLOURS[order.index(name) % len(_COLOURS)]
+    if name in _COLOURS:
+        return _COLOURS[name]
+    free = ["#000000", *(colour for known, colour in _COLOURS.items() if known not in names)]
+    return free[[other for other in names if other not in _COLOURS].index(name) % len(free)]
 
 
 def _png(figure: Figure) -> bytes:

@@ -286,6 +286,18 @@ def test_pictures_are_labelled_with_units_and_nothing_is_cut_off(measured: tuple
                 assert box.x1 <= figure.bbox.width + 1 and box.y1 <= figure.bbox.height + 1, name
 
 
+def test_contestants_differ_in_colour_and_what_was_hardly_judged_is_left_out(measured: tuple[str, Path]) -> None:
+    from hispec.decode.plots import figures
+
+    result = json.loads((measured[1] / "a.json").read_text())
+    drawn = figures(result)
+    colours = [bar.get_facecolor() for bar in drawn["speed"].axes[0].patches]
+    assert len(colours) == len(set(colours)) == 8
+    assert drawn["acceptance"].axes[0].lines
+    many = result | {"rows": [row | {"tokens": 100_000} for row in result["rows"]]}
+    assert "acceptance" not in figures(many)
+
+
 def test_without_matplotlib_the_rest_comes_and_a_line_says_what_to_install(
     typed: Typed, measured: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

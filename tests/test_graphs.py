@@ -16,12 +16,14 @@ from decode_fixtures import (
     Run,
     assert_close,
     decode,
+    decoding,
     drain,
     make_engine,
     random_heads,
     silenced,
     trunk,
     wanted,
+    with_heads,
 )
 from tiny_models import VOCAB, build
 from torch._dynamo.utils import counters
@@ -34,6 +36,7 @@ from hispec.decode.feed import Part, bucket_of_blocks, make_feed
 from hispec.decode.graphs import Graphs, StaticDraft, bucket, why_not
 from hispec.decode.hierarchy import make_cache, make_levels
 from hispec.decode.runner import Graphed
+from hispec.errors import ConfigError
 from hispec.heads import Head
 from hispec.trunk import Trunk
 
@@ -212,3 +215,11 @@ def test_g24_compiled_layers_give_the_same_tokens() -> None:
     graphs = counters["stats"]["unique_graphs"]
     assert decode(own, [], (1,), PROMPTS[:1], 4).ids == wanted("llama_gqa", PROMPTS[:1], 4)
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_compile_is_refused_on_a_cpu() -> None:
+    with (
+        pytest.raises(ConfigError, match="compile: the model is on a CPU.*leave it out"),
+        decoding(with_heads(trunk("llama_gqa")), compile=True),
+    ):
+        pass

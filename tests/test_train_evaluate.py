@@ -17,8 +17,8 @@ from hispec.heads import make_heads
 from hispec.model import HiSpecModel
 from hispec.train.answers import Answers
 from hispec.train.config import EvalConfig
-from hispec.train.data_config import DataConfig
 from hispec.train.data import Document, MicroBatch
+from hispec.train.data_config import DataConfig
 from hispec.train.evaluate import Evaluation, agreement
 from hispec.train.features import compute
 from hispec.train.loop import train

@@ -17,9 +17,9 @@ from hispec.decode.decoder import Decoder
 from hispec.decode.request import SamplingParams
 from hispec.errors import BaseMismatchError, CheckpointError, ConfigError
 from hispec.model import HiSpecModel
-from hispec.train.optim_config import OptimConfig
 from hispec.train.loop import Interrupted, Training, n_steps, train
 from hispec.train.metrics import read
+from hispec.train.optim_config import OptimConfig
 from hispec.train.schedule import learning_rate
 from hispec.train.stop import Stop
 

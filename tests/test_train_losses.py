@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hispec.errors import ConfigError
 from hispec.heads import Reading
-from hispec.train.optim_config import LossConfig
 from hispec.train.losses import LOSSES, METRICS, Lesson, Pair, Teacher, Truth, dense_loss, on_vocabulary, step_loss
+from hispec.train.optim_config import LossConfig
 
 S, D, V, R = 23, 16, 50, 3
 IDS = torch.tensor([0, 3, 4, 9, 17, 18, 30, 42, 49])

@@ -9,8 +9,8 @@ from pathlib import Path
 from hispec.decode.request import SamplingParams
 from hispec.errors import DataError
 from hispec.model import HiSpecModel
-from hispec.train.data_config import DataConfig
 from hispec.train.data import Document
+from hispec.train.data_config import DataConfig
 from hispec.train.masks import supervised
 from hispec.train.writing import Key, Task, Writing, seed_of
 

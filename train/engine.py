@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from hispec.heads import Reading
 from hispec.train import ranks
-from hispec.train.optim_config import OptimConfig
 from hispec.train.ema import Ema
 from hispec.train.muon import ADAMW, MUON, Muon, takes
+from hispec.train.optim_config import OptimConfig
 from hispec.train.student import Student
 
 # Whoever imports DeepSpeed first (transformers may), it need not look for an accelerator, and say what it found.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hispec.heads import Head, Reading
-from hispec.train.optim_config import LossConfig
 from hispec.train.losses import Lesson, StepLoss, Truth, on_vocabulary, step_loss
+from hispec.train.optim_config import LossConfig
 
 
 def step_losses(

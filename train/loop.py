@@ -20,7 +20,6 @@ from hispec.train import checkpoints, ranks, setup
 from hispec.train.batch import solve
 from hispec.train.choice import Choice
 from hispec.train.config import TrainConfig
-from hispec.train.optim_config import OptimConfig
 from hispec.train.data import MicroBatch, batch_order
 from hispec.train.engine import Engine
 from hispec.train.evaluate import Evaluation
@@ -28,6 +27,7 @@ from hispec.train.features import FeatureCache
 from hispec.train.lessons import step_losses
 from hispec.train.losses import METRICS
 from hispec.train.metrics import Metrics
+from hispec.train.optim_config import OptimConfig
 from hispec.train.report import write_report
 from hispec.train.schedule import learning_rate
 from hispec.train.stop import Stop

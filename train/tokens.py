@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hispec.errors import FileError, first_line
 from hispec.train import sources
-from hispec.train.data_config import DataConfig
 from hispec.train.data import Document, Skipped, encode
+from hispec.train.data_config import DataConfig
 from hispec.train.masks import Message, encode_prompt, encode_text
 from hispec.train.rows import Row
 
