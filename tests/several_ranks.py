@@ -31,16 +31,21 @@ def start(function: Callable[..., Any], *arguments: Any, rank: int = 0, world: i
 
 
 def in_ranks(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
-    """What `function(*arguments)` returns on each of `world` ranks; an error on one of them is raised here."""
+    """What `function(*arguments)` returns on each of `world` ranks; errors of any of them are raised here, all together:
+    the first rank may only tell that another one has gone."""
     port = free_port()
     started = [start(function, *arguments, rank=rank, world=world, port=port) for rank in range(world)]
     with _ended([process for process, _ in started]):
-        results = []
-        for rank, (_, connection) in enumerate(started):
-            assert connection.poll(seconds), f"rank {rank} of {world} hangs"
-            fine, result = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
-            assert fine, f"rank {rank} of {world}:\n{result}"
-            results.append(result)
+        results, errors = [], []
+        for rank, (process, connection) in enumerate(started):
+            assert connection.poll(seconds), "\n".join([*errors, f"rank {rank} of {world} hangs"])
+            try:
+                fine, result = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
+            except EOFError:
+                process.join(seconds)
+                fine, result = False, f"it has ended with exit code {process.exitcode}"
+            (results if fine else errors).append(result if fine else f"rank {rank} of {world}:\n{result}")
+        assert not errors, "\n".join(errors)
         for process, _ in started:
             process.join(seconds)
     return results

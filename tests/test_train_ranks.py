@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,36 @@ def test_t02_t03_t04_two_ranks_agree_whatever_is_split(tmp_path: Path) -> None:
             held = sum(one["held"] for one in found)
             # ZeRO splits the optimizer's tensors over the ranks, a little padded; without it each holds all.
             assert held == 2 * first["expected"] if zero == 0 else held <= first["expected"] + 1024
+
+
+def start_slowly(settings: TrainConfig) -> tuple[float, float]:
+    """When leftovers among the features have been removed, which takes the first rank long, and when the run stands."""
+    unlink, removed = Path.unlink, [0.0]
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == "features":
+            time.sleep(0.5)
+            removed.append(time.monotonic())
+        unlink(path, missing_ok)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", slow)
+        Training(settings)
+    return removed[-1], time.monotonic()
+
+
+def test_no_rank_writes_features_while_the_first_one_removes_leftovers(tmp_path: Path) -> None:
+    """What a killed run was just writing goes, before any rank writes again: it looks like what is being written."""
+    folder = model_folder(tmp_path, "llama_gqa")
+    settings = config(tmp_path, folder, data={"source": [str(chats_file(tmp_path, (5, 9)))], "max_len": 66})
+    Training(settings).train_step()
+    features = Path(settings.run_dir) / "features"
+    (whole,) = features.iterdir()
+    for name in (f"{whole.name}.123", ".tmpAbc123", "0123.safetensors"):
+        (features / name).write_bytes(b"half")
+    (removed, _), (_, ready) = in_ranks(2, start_slowly, settings)
+    assert 0.0 < removed < ready
+    assert [path.name for path in features.iterdir()] == [whole.name]
 
 
 def chats_file(folder: Path, answers: tuple[int, ...]) -> Path:

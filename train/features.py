@@ -99,12 +99,16 @@ class FeatureCache:
         return hashlib.sha256(self._salt + content.encode()).hexdigest()[:32]
 
     def prune(self, batches: Sequence[MicroBatch]) -> None:
-        """Remove what earlier settings of this run left behind."""
-        if self.folder is not None and self.folder.is_dir():
-            kept = {self.key(batch) for batch in batches}
+        """Remove what earlier settings of this run, and writes that were interrupted, left behind.
+
+        For all ranks to call: the first one removes, and the others, whose next files it would take for such, wait.
+        """
+        if ranks.rank() == 0 and self.folder is not None and self.folder.is_dir():
+            kept = {f"{self.key(batch)}.safetensors" for batch in batches}
             for path in self.folder.iterdir():
-                if path.name.split(".")[0] not in kept:
+                if path.name not in kept:
                     path.unlink()
+        ranks.meet()
 
     def _read(self, path: Path, batch: MicroBatch) -> Features:
         device = self.trunk.device

@@ -77,8 +77,7 @@ class Training:
         self.metrics = Metrics(self.folder, config, self.step, writes=ranks.rank() == 0)
         self.held_out = prepared.held_out
         self._evaluation: Evaluation | None = None
-        if ranks.rank() == 0:
-            self.cache.prune(self.batches)
+        self.cache.prune(self.batches)
 
     def run(self, stop: Stop) -> dict[str, Any]:
         """Train from where the run stands to its end, evaluate, export."""
