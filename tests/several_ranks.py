@@ -31,12 +31,15 @@ def start(function: Callable[..., Any], *arguments: Any, rank: int = 0, world: i
 
 
 def in_ranks(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
-    """What `function(*arguments)` returns on each of `world` ranks; errors of any of them are raised here, all together:
-    the first rank may only tell that another one has gone."""
+    """What `function(*arguments)` returns on each of `world` ranks.
+
+    Errors of all of them are raised here together: what the first one says may only be that another one has gone.
+    """
     port = free_port()
     started = [start(function, *arguments, rank=rank, world=world, port=port) for rank in range(world)]
     with _ended([process for process, _ in started]):
-        results, errors = [], []
+        results: list[Any] = []
+        errors: list[str] = []
         for rank, (process, connection) in enumerate(started):
             assert connection.poll(seconds), "\n".join([*errors, f"rank {rank} of {world} hangs"])
             try:
