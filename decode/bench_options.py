@@ -15,7 +15,8 @@ from hispec.recipes import read_recipe_file, recipe_names
 HELP = """\
 hispec-bench: how fast a model's heads make it, against plain decoding and what people use today, fairly measured.
 
-  hispec-bench model=runs/quickstart/heads output=result.json            the README's table
+  hispec-bench recipe=smollm2 model=HEADS output=result.json             the README's table
+  hispec-bench model=runs/quickstart/heads output=result.json            the packaged held-out prompts; needs no Hub
   hispec-bench model=HEADS prompts=[gsm8k,humaneval] plots=plots         other prompts, and pictures
   hispec-bench model=HEADS prompts.gsm8k=test.jsonl                      a set from a local file
   hispec-bench model=HEADS contestants.two_exits.policy=fixed:2,4        another policy
